@@ -1,0 +1,253 @@
+"""Arguments: the flags a DDTree user looks for, and how they become SGLang's own.
+
+Two places act on SGLang's resolution. ``resolve_pipeline`` runs before it, so that every upstream
+rule that depends on the tree (attention backend, mamba tracking, KV sizing) already sees the tree;
+``handle_dflash`` wraps upstream's DFLASH step, which only knows chains: it is shown chain values
+and the tree is declared again afterwards (the last declaration wins, ``overrides.py``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from sglang_dflash.config import DEFAULT_TOPK, TreeConfig
+from sglang_dflash.drafter import check_drafter, read_drafter_spec, resolve_drafter_path, target_facts
+
+logger = logging.getLogger(__name__)
+
+#: Reasons for refusing a server option beside a tree: (field, is it fine?, wanted, why).
+_REFUSED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
+    ("pp_size", lambda v: v == 1, "1", "pipeline stages do not share the drafted tree"),
+    ("attn_dp_size", lambda v: v in (None, 1), "1", "idle data-parallel ranks do not take part in a tree step"),
+    ("enable_dp_attention", lambda v: not v, "off", "idle data-parallel ranks do not take part in a tree step"),
+    ("disaggregation_mode", lambda v: v == "null", "null", "the decode side cannot rebuild the drafter's KV"),
+    ("speculative_draft_window_size", lambda v: v is None, "unset", "the compact draft cache is chain-only"),
+    ("enable_pdmux", lambda v: not v, "off", "multiplexed streams replay other graphs than the tree's"),
+    ("enable_two_batch_overlap", lambda v: not v, "off", "a split batch would split the tree mask"),
+    ("enable_unified_memory", lambda v: not v, "off", "its KV pool cannot move accepted tokens"),
+    ("enable_linear_replayssm", lambda v: not v, "off", "the replayed state is chain-only"),
+    ("enable_linear_replayssm_spec", lambda v: not v, "off", "the replayed state is chain-only"),
+    ("speculative_adaptive", lambda v: not v, "off", "steps and width of a tree are fixed"),
+    ("speculative_use_rejection_sampling", lambda v: not v, "off", "a tree is verified by exact matching"),
+    ("speculative_use_block_verification", lambda v: not v, "off", "a tree is verified by exact matching"),
+    ("speculative_accept_threshold_single", lambda v: v in (None, 1.0), "1.0", "a lower threshold is not lossless"),
+    ("speculative_accept_threshold_acc", lambda v: v in (None, 1.0), "1.0", "a lower threshold is not lossless"),
+    ("linear_attn_backend", lambda v: v in (None, "triton"), "triton", "only it verifies trees on linear attention"),
+    ("linear_attn_decode_backend", lambda v: v in (None, "triton"), "triton", "only it verifies linear-attention trees"),
+    ("linear_attn_verify_backend", lambda v: v in (None, "triton"), "triton", "only it verifies linear-attention trees"),
+)
+
+#: Fields that choose an attention backend the verify pass may run on.
+_ATTENTION_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+
+
+def merge_flags(
+    ddtree_topk: int | None, ddtree_budget: int | None, eagle_topk: int | None, num_draft_tokens: int | None
+) -> tuple[int | None, int | None]:
+    """Map ``--speculative-ddtree-*`` onto the existing fields.
+
+    Returns ``(speculative_eagle_topk, speculative_num_draft_tokens)``; raises ValueError when a
+    setting is given under both names with different values.
+    """
+    if ddtree_topk is not None:
+        if eagle_topk is not None and int(eagle_topk) != int(ddtree_topk):
+            raise ValueError(
+                f"--speculative-ddtree-topk {ddtree_topk} and --speculative-eagle-topk {eagle_topk} are the same "
+                "setting with two values; give one of them."
+            )
+        eagle_topk = int(ddtree_topk)
+    if ddtree_budget is not None:
+        width = int(ddtree_budget) + 1
+        if num_draft_tokens is not None and int(num_draft_tokens) != width:
+            raise ValueError(
+                f"--speculative-ddtree-budget {ddtree_budget} asks for {width} verify rows (nodes + root) but "
+                f"--speculative-num-draft-tokens is {num_draft_tokens}; give one of them."
+            )
+        num_draft_tokens = width
+    return eagle_topk, num_draft_tokens
+
+
+def add_flags(result: Any, parser: argparse.ArgumentParser) -> None:
+    """AFTER hook of ``ServerArgs.add_cli_args``; ``--config`` files read the same parser."""
+    group = parser.add_argument_group("DDTree (sglang-dflash)")
+    group.add_argument(
+        "--speculative-ddtree-topk",
+        type=int,
+        help=f"Candidates a depth, K (default {DEFAULT_TOPK}; 1 is the upstream chain). Same setting as "
+        "--speculative-eagle-topk.",
+    )
+    group.add_argument(
+        "--speculative-ddtree-budget",
+        type=int,
+        help="Tree nodes without the root, N (default: block size - 1, the cost of the chain). Same setting as "
+        "--speculative-num-draft-tokens N+1.",
+    )
+
+
+def from_cli_args(original: Callable, cls: type, args: argparse.Namespace) -> Any:
+    """AROUND hook of ``ServerArgs.from_cli_args``: unknown namespace entries are dropped there."""
+    args.speculative_eagle_topk, args.speculative_num_draft_tokens = merge_flags(
+        getattr(args, "speculative_ddtree_topk", None),
+        getattr(args, "speculative_ddtree_budget", None),
+        args.speculative_eagle_topk,
+        args.speculative_num_draft_tokens,
+    )
+    return original(cls, args)
+
+
+class EngineArgs:
+    """Stands in for ``Engine.server_args_class``, so that ``sglang.Engine(speculative_ddtree_topk=...)`` works.
+
+    ServerArgs is a msgspec Struct: its constructor cannot be hooked, and it refuses unknown keywords.
+    """
+
+    def __init__(self, server_args_class: type):
+        self._class = server_args_class
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        topk, budget = kwargs.pop("speculative_ddtree_topk", None), kwargs.pop("speculative_ddtree_budget", None)
+        if topk is not None or budget is not None:
+            kwargs["speculative_eagle_topk"], kwargs["speculative_num_draft_tokens"] = merge_flags(
+                topk, budget, kwargs.get("speculative_eagle_topk"), kwargs.get("speculative_num_draft_tokens")
+            )
+        return self._class(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._class, name)
+
+
+def verify_backend() -> str:
+    """The one attention backend whose tree verification this project has checked on this platform."""
+    from sglang.srt.platforms import current_platform
+
+    return "torch_native" if current_platform.is_out_of_tree() and current_platform.is_cpu() else "triton"
+
+
+def wants_tree(cfg: Any) -> bool:
+    """DFLASH with K != 1. SGLang upper-cases the name later; compare without case."""
+    return (cfg.speculative_algorithm or "").upper() == "DFLASH" and cfg.speculative_eagle_topk != 1
+
+
+def resolve_tree(cfg: Any) -> TreeConfig:
+    """Block from the flag or the drafter, K and N from their flags or defaults. Raises ValueError."""
+    path = resolve_drafter_path(cfg.speculative_draft_model_path, cfg.speculative_draft_model_revision)
+    trained = read_drafter_spec(path).block_size
+    block_size = int(cfg.speculative_dflash_block_size or trained)
+    if block_size > trained:
+        raise ValueError(
+            f"--speculative-dflash-block-size: found {block_size}, want at most {trained}, the block size in "
+            f"{os.path.join(path, 'config.json')}; a drafter cannot draft past the block it was trained with."
+        )
+    return TreeConfig(
+        block_size=block_size,
+        topk=int(cfg.speculative_eagle_topk or DEFAULT_TOPK),
+        budget=int(cfg.speculative_num_draft_tokens or block_size) - 1,
+    )
+
+
+def choose_attention(cfg: Any) -> str:
+    """The verify backend; raises ValueError when the user named another one."""
+    wanted = verify_backend()
+    for field in _ATTENTION_FIELDS:
+        found = getattr(cfg, field)
+        if found not in (None, wanted):
+            raise ValueError(
+                f"--{field.replace('_', '-')}: found {found!r}, want {wanted!r}: tree verification is checked on "
+                f"{wanted} only; drop the flag, or set --speculative-eagle-topk 1 for the upstream chain."
+            )
+    return wanted
+
+
+def refuse_unsupported(cfg: Any) -> None:
+    """Raise ValueError for a server option under which a tree would not be served exactly."""
+    for field, fine, wanted, why in _REFUSED:
+        value = getattr(cfg, field, None)
+        if not fine(value):
+            raise ValueError(
+                f"--{field.replace('_', '-')}: found {value!r}, want {wanted} with DDTree: {why}; change it, or set "
+                "--speculative-eagle-topk 1 for the upstream chain."
+            )
+    from sglang.srt.speculative.spec_utils import SIMULATE_ACC_LEN
+
+    if SIMULATE_ACC_LEN > 0:
+        raise ValueError(
+            f"SGLANG_SIMULATE_ACC_LEN: found {SIMULATE_ACC_LEN}, want unset: simulated acceptance changes the text; "
+            "unset it."
+        )
+
+
+def resolve_pipeline(original: Callable, server_args: Any) -> None:
+    """AROUND hook of ``run_resolution_pipeline``: declare the tree before anything reads it."""
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    from sglang_dflash.plugin import assert_hooks_applied
+
+    cfg = resolving_view(server_args)
+    if wants_tree(cfg) and cfg.speculative_draft_model_path is not None:
+        assert_hooks_applied()
+        refuse_unsupported(cfg)
+        tree = resolve_tree(cfg)
+        backend = choose_attention(cfg)
+        if cfg.attention_backend is None:
+            logger.info("DDTree: attention backend %s (the one whose tree verification is checked).", backend)
+        declare_resolution(
+            server_args,
+            "sglang_dflash.resolve_pipeline",
+            speculative_dflash_block_size=tree.block_size,
+            speculative_eagle_topk=tree.topk,
+            speculative_num_draft_tokens=tree.width,
+            attention_backend=backend,
+        )
+    original(server_args)
+
+
+def handle_dflash(original: Callable, server_args: Any) -> None:
+    """AROUND hook of ``_handle_dflash``: upstream's checks with chain values, then the tree again."""
+    from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    cfg = resolving_view(server_args)
+    if cfg.speculative_eagle_topk == 1 or cfg.speculative_draft_model_path is None:
+        return original(server_args)
+    tree = resolve_tree(cfg)
+    model_config = model_config_of(server_args)
+    spec = check_drafter(
+        resolve_drafter_path(cfg.speculative_draft_model_path, cfg.speculative_draft_model_revision),
+        target_facts(model_config.hf_config, context_len=model_config.context_len),
+    )
+    for warning in spec.warnings:
+        logger.warning(warning)
+    declare_resolution(
+        server_args,
+        "sglang_dflash.chain_view",
+        speculative_num_draft_tokens=tree.block_size,
+        speculative_eagle_topk=1,
+        speculative_num_steps=1,
+    )
+    original(server_args)
+    # An upstream default may have moved the backend since the pipeline began.
+    backend = choose_attention(cfg)
+    declare_resolution(
+        server_args,
+        "sglang_dflash.tree",
+        speculative_dflash_block_size=tree.block_size,
+        speculative_eagle_topk=tree.topk,
+        speculative_num_draft_tokens=tree.width,
+        speculative_num_steps=tree.depth,
+        attention_backend=backend,
+    )
+    logger.info(
+        "DDTree-%d: block size %d, budget %d nodes, verify width %d, attention %s, draft attention %s.",
+        tree.topk,
+        tree.block_size,
+        tree.budget,
+        tree.width,
+        backend,
+        cfg.speculative_draft_attention_backend,
+    )
+    return None

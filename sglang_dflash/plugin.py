@@ -1,0 +1,151 @@
+"""Entry point: check the contract, install the hooks, and fail closed.
+
+SGLang only logs a plugin's exceptions and failed hooks, and DFLASH without our hooks would quietly
+serve the chain. So a drifted SGLang gets hooks that refuse DFLASH, and the hooks assert each other.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pkgutil
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from sglang_dflash import contract
+
+logger = logging.getLogger(__name__)
+
+_SEAMS = (  # any one of these can refuse DFLASH
+    "sglang.srt.arg_groups.pipeline.run_resolution_pipeline",
+    "sglang.srt.arg_groups.speculative_hook._handle_dflash",
+    "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker",
+)
+_hooked: list[str] = []
+
+
+class ContractError(RuntimeError):
+    """This SGLang is not the one the plugin was written against."""
+
+
+def _off() -> bool:
+    return os.environ.get("SGLANG_DFLASH", "").lower() in ("off", "0", "false")
+
+
+def register() -> None:
+    """``sglang.srt.plugins`` entry point, called once in every SGLang process."""
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+        from sglang_dflash.cpu.hooks import register_hooks
+
+        register_hooks()
+    if _off():
+        logger.info("SGLANG_DFLASH=off: DFLASH is stock SGLang's.")
+        return
+    drifts = contract.check()
+    if drifts:
+        _refuse_dflash(drifts)
+        return
+    _install_hooks()
+
+
+def _hook(target: str, hook: Callable, kind: str) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(target, hook, HookType[kind])
+    _hooked.append(target)
+
+
+def _install_hooks() -> None:
+    from sglang_dflash import allocation, args, memory, refusals
+
+    _hook("sglang.srt.server_args.ServerArgs.add_cli_args", args.add_flags, "AFTER")
+    _hook("sglang.srt.server_args.ServerArgs.from_cli_args", args.from_cli_args, "AROUND")
+    _hook("sglang.srt.arg_groups.pipeline.run_resolution_pipeline", args.resolve_pipeline, "AROUND")
+    _hook("sglang.srt.arg_groups.speculative_hook._handle_dflash", args.handle_dflash, "AROUND")
+    _hook("sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker", create_worker, "AROUND")
+    _hook("sglang.srt.speculative.spec_info.create_dummy_verify_input", create_dummy_verify_input, "AROUND")
+    _hook("sglang.srt.speculative.dflash_utils.validate_dflash_request", refusals.validate_request, "AFTER")
+    sizing = "sglang.srt.mem_cache.allocation_sizing."
+    _hook(sizing + "get_req_to_token_extra_context_len", allocation.extra_context_len, "AFTER")
+    _hook(sizing + "get_alloc_len_per_decode", allocation.alloc_len_per_decode, "AFTER")
+    pools = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator."
+    _hook(pools + "resolve_max_num_reqs", memory.resolve_max_num_reqs, "AROUND")
+    _hook(pools + "_handle_max_mamba_cache", memory.handle_max_mamba_cache, "AROUND")
+    # Engine.__init__ loads the plugins, so where an Engine is built its module is already here;
+    # importing it in every other process would cost seconds for nothing.
+    engine = sys.modules.get("sglang.srt.entrypoints.engine")
+    if engine is not None and not isinstance(engine.Engine.server_args_class, args.EngineArgs):
+        engine.Engine.server_args_class = args.EngineArgs(engine.Engine.server_args_class)
+
+
+def create_worker(original: Callable, self: Any, server_args: Any) -> Any:
+    """AROUND hook of ``SpeculativeAlgorithm.create_worker``: DFLASH with K > 1 gets the tree worker."""
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+
+    if not self.is_dflash() or (resolving_view(server_args).speculative_eagle_topk or 1) <= 1:
+        return original(self, server_args)
+    assert_hooks_applied()
+    from sglang_dflash.worker import DDTreeWorker
+
+    return DDTreeWorker
+
+
+def create_dummy_verify_input(
+    original: Callable, spec_algorithm: Any, custom_mask: Any, num_tokens_per_req: int, is_draft_worker: bool
+) -> Any:
+    """AROUND hook of ``create_dummy_verify_input``: upstream's DFLASH dummy has no mask, so a forward warmed up
+    from it would treat a tree as a chain."""
+    from sglang_dflash.config import TreeConfig
+
+    tree = TreeConfig.published()
+    if tree is None or is_draft_worker or not spec_algorithm.is_dflash():
+        return original(spec_algorithm, custom_mask, num_tokens_per_req, is_draft_worker)
+    from sglang_dflash.verify_input import DDTreeVerifyInput
+
+    return DDTreeVerifyInput.dummy(tree, custom_mask)
+
+
+def assert_hooks_applied() -> None:
+    """Raise ContractError naming every hook that SGLang failed to install (it only logs that)."""
+    missing = [target for target in _hooked if not _is_wrapped(target)]
+    if missing or not _hooked:
+        raise ContractError(
+            f"sglang-dflash: hooks not installed: {', '.join(missing) or 'none registered'}; want every one; "
+            "see the log above, or set SGLANG_DFLASH=off for stock DFLASH."
+        )
+
+
+def _is_wrapped(target: str) -> bool:
+    owner, _, name = target.rpartition(".")
+    return hasattr(getattr(pkgutil.resolve_name(owner), name), "__wrapped__")
+
+
+def _refuse_dflash(drifts: list[contract.Drift]) -> None:
+    message = (
+        f"sglang-dflash: this SGLang differs from {contract.SGLANG_VERSION}, DFLASH is refused: "
+        f"{'; '.join(map(str, drifts))}. Install sglang=={contract.SGLANG_VERSION}, or set SGLANG_DFLASH=off for "
+        "stock DFLASH."
+    )
+    logger.error(message)
+
+    def is_dflash(subject: Any) -> bool:
+        name = getattr(subject, "speculative_algorithm", None) or getattr(subject, "name", None) or ""
+        return str(name).upper() == "DFLASH"
+
+    def refuse(original: Callable, first: Any, *args: Any) -> Any:
+        if is_dflash(first):
+            raise ContractError(message)
+        return original(first, *args)
+
+    standing = 0
+    for seam in _SEAMS:
+        try:
+            pkgutil.resolve_name(seam)
+        except (ImportError, AttributeError):
+            continue
+        _hook(seam, refuse, "AROUND")
+        standing += 1
+    if not standing and any("dflash" in arg.lower() for arg in sys.argv):
+        # Nothing left to hook: an exception would only be logged and the chain served.
+        sys.exit(message)
