@@ -54,7 +54,8 @@ $(STAMP):
 		echo "make: $(PYTHON) cannot make a virtual environment; install its venv module (python3-venv)" >&2; exit 1; }
 	@echo "== packages: $(LOCKS)"
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --no-deps $(PIP_ARGS) \
-		-r requirements/$(DEVICE).lock -r requirements/dev.lock | grep -v 'already satisfied' || [ $${PIPESTATUS[0]} -eq 0 ]
+		-r requirements/$(DEVICE).lock -r requirements/dev.lock \
+		| grep -v 'already satisfied' | cut -c1-160 || [ $${PIPESTATUS[0]} -eq 0 ]
 	@$(BIN)/python -c 'import torch; print("== torch", torch.__version__)' || { \
 		echo "make: torch does not import. Without a GPU it must be the CPU build: run" \
 		"make PIP_ARGS=\"--extra-index-url <PyTorch's CPU index>\" after rm -rf $(VENV)" >&2; exit 1; }

@@ -1,8 +1,9 @@
-"""`python -m sglang_dflash.demo`: the same prompts to two servers, plain decoding and DDTree-8, answers side by side.
+"""`python -m sglang_dflash.demo`: the same prompts to two servers, plain decoding and DDTree-8, side by side.
 
 Exit status 0 if every answer is the same text, 1 if not or if a server fails. The models are those of
-:mod:`sglang_dflash.demo_models`: random weights, so the text is noise and the drafter is right about as often as chance.
-What the run shows is that the tree changes nothing in the text, through the real server and its HTTP API.
+:mod:`sglang_dflash.demo_models`: random weights, so the text is noise and the drafter is right about as
+often as chance. What the run shows is that the tree changes nothing in the text, through the real server
+and its HTTP API.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ class Run:
 
     @property
     def tau(self) -> float | None:
-        """Tokens committed a verify, pooled: 1 + sum of accepted drafts / sum of verifies. None without verifies."""
+        """Tokens committed a verify, pooled: 1 + accepted drafts / verifies; None without verifies."""
         verifies = sum(a.verifies for a in self.answers)
         return 1 + sum(a.correct_drafts for a in self.answers) / verifies if verifies else None
 
@@ -106,7 +107,7 @@ def server_environment(on_gpu: bool) -> dict[str, str]:
     environment = dict(os.environ)
     if not on_gpu:
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
-        # SGLang draws fp32 convolution state only if told; its default moves the text after some tens of tokens.
+        # SGLang keeps fp32 convolution state only if told; its bf16 default moves the text.
         environment |= {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
     return environment
 
@@ -155,7 +156,8 @@ def wait_until_healthy(
             )
         if waited > START_TIMEOUT_S:
             raise DemoError(
-                f"{name}: not healthy after {waited:.0f} s, wanted {START_TIMEOUT_S:.0f}; log {log}, its end:\n{tail(log)}"
+                f"{name}: not healthy after {waited:.0f} s, wanted at most {START_TIMEOUT_S:.0f}; log {log}, "
+                f"its end:\n{tail(log)}"
             )
         try:
             if httpx.get(f"{url}/health", timeout=5).status_code == 200:
@@ -186,10 +188,8 @@ def end_process_group(process: subprocess.Popen[Any]) -> None:
         except subprocess.TimeoutExpired:
             continue
     # The leader may be gone while a child of its group is not.
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def ask(client: httpx.Client, prompt: str) -> Answer:
@@ -261,8 +261,9 @@ def report(ar: Run, tree: Run, console: Console) -> bool:
     console.print(totals)
     identical = [a.text for a in ar.answers] == [t.text for t in tree.answers]
     console.print(
-        "tau = tokens committed a verify. The drafter is untrained, so tau is about 1 and DDTree is the slower of the "
-        "two here:\na tree costs a draft and a wider pass, and only a trained drafter earns them back."
+        "tau = tokens committed a verify. The drafter is untrained: tau is about 1, DDTree the slower one."
+        "\nA tree costs a draft and a wider pass, and only a trained drafter earns them back.",
+        soft_wrap=True,
     )
     console.print(f"text identical: [bold]{'yes' if identical else 'NO'}[/]")
     return identical

@@ -1,10 +1,10 @@
-"""A tiny target and drafter with random weights, for `python -m sglang_dflash.demo` and serve_configs/tiny-cpu.yaml.
+"""A tiny target and drafter with random weights, for the demo and for serve_configs/tiny-cpu.yaml.
 
     python -m sglang_dflash.demo_models DIR        # writes DIR/target and DIR/drafter
 
-The target has the architecture of Qwen3.5/3.6 (gated delta net and full attention), the drafter that of DFlash (block
-size 8). Nothing is trained: the text is noise in printable ASCII, and the drafter agrees with the target about as
-often as chance. The same seed writes the same bytes.
+The target has the architecture of Qwen3.5/3.6 (gated delta net and full attention), the drafter that of
+DFlash (block size 8). Nothing is trained: the text is noise in printable ASCII, and the drafter agrees with
+the target about as often as chance. The same seed writes the same bytes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def write_tokenizer(directory: Path) -> None:
 
 
 def target_config() -> dict[str, Any]:
-    """config.json of the target. `full_attention_interval` is read by SGLang, `layer_types` by transformers."""
+    """config.json of the target. SGLang reads `full_attention_interval`, transformers `layer_types`."""
     eos = byte_vocabulary()[SPECIAL_TOKENS[0]]
     return {
         "architectures": ["Qwen3_5ForCausalLM"],
@@ -101,8 +101,9 @@ def target_config() -> dict[str, Any]:
 def target_weights(seed: int) -> Weights:
     """Random fp32 weights under the names of transformers' Qwen3_5ForCausalLM; matrices are [out, in].
 
-    Rows of the head that are not a printable ASCII byte are zero: their logit is 0, the best of some ninety random ones
-    is above it, and so greedy text prints.
+    Rows of the head that are not a printable ASCII byte are zero: their logit is 0, the best of some ninety
+    random ones is above it, and so greedy text prints. The gated delta net's decay is weak, so that the
+    text depends on the whole prompt.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -137,7 +138,7 @@ def target_weights(seed: int) -> Weights:
                 p + "self_attn.k_norm.weight": torch.zeros(HEAD_DIM),
             }
         else:
-            decay = torch.rand(LINEAR_HEADS, generator=generator) * 15 + 1
+            decay = torch.rand(LINEAR_HEADS, generator=generator) * 0.05 + 0.001
             weights |= {
                 p + "linear_attn.in_proj_qkv.weight": rand(2 * key + value, HIDDEN),
                 p + "linear_attn.in_proj_z.weight": rand(value, HIDDEN),
@@ -153,7 +154,7 @@ def target_weights(seed: int) -> Weights:
 
 
 def drafter_config() -> dict[str, Any]:
-    """config.json of the drafter: one layer, block size 8, context features of the target's layers 1 and 2."""
+    """config.json of the drafter: one layer, block size 8, context features of target layers 1 and 2."""
     return {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",

@@ -108,9 +108,9 @@ def naive_build_draft_tree(
 ) -> DraftTree:
     """The reference for `build_draft_tree`, same arguments and result, in plain torch on any device.
 
-    Level by level instead of best-first: keep the N best prefixes of every depth, then the N best of them all.
-    Exact, since whatever outranks a prefix's ancestor outranks the prefix: an ancestor of one of the N best is
-    itself among the N best of its depth.
+    Level by level instead of best-first: keep the N best prefixes of every depth, then the N best of all of
+    them. Exact, since whatever outranks a prefix's ancestor outranks the prefix: an ancestor of one of the N
+    best is itself among the N best of its depth.
     """
     validate_candidates(token_ids, log_probs, num_nodes, root_tokens)
     token_ids, log_probs = _sort_candidates(token_ids, log_probs)
@@ -120,7 +120,7 @@ def naive_build_draft_tree(
 def validate_candidates(
     token_ids: Tensor, log_probs: Tensor, num_nodes: int, root_tokens: Tensor | None
 ) -> None:
-    """Raise ValueError unless the arguments are what `build_draft_tree` documents. Reads no tensor's values."""
+    """Raise ValueError unless the arguments are what `build_draft_tree` documents. Never reads values."""
     if token_ids.ndim != 3:
         raise ValueError(
             f"token_ids has shape {tuple(token_ids.shape)}, expected [bs, depth, K]: add the missing axis"
@@ -147,7 +147,7 @@ def validate_candidates(
         ids.append(("root_tokens", root_tokens))
         if root_tokens.shape != (bs,):
             raise ValueError(
-                f"root_tokens has shape {tuple(root_tokens.shape)}, expected ({bs},): pass one anchor a request"
+                f"root_tokens has shape {tuple(root_tokens.shape)}, expected ({bs},): pass one a request"
             )
     for name, tensor in ids:
         if tensor.dtype not in (torch.int32, torch.int64):

@@ -34,10 +34,10 @@ def _key(model_dir: Path, prompts: list[list[int]], new_tokens: int) -> str:
 def greedy(model_dir: Path | str, prompts: list[list[int]], new_tokens: int) -> list[Greedy]:
     """Continue each prompt (token ids) by exactly `new_tokens` tokens, end-of-text ignored.
 
-    Runs in a process of its own, so that hiding fla and causal_conv1d from transformers leaves the caller's imports
-    alone. Results are kept in `.cache/tests` under a hash of the inputs, the model's files and this file.
+    A text that hinges on rounding (batched with a cache, and alone without one, disagree) gets margin 0. Runs in a
+    process of its own, so that hiding fla and causal_conv1d from transformers leaves the caller's imports alone. Results are kept in `.cache/tests` under a hash of the inputs, the model's files and this file.
 
-    Raises RuntimeError if generating with and without the KV cache gives different tokens.
+    Raises RuntimeError if that process fails.
     """
     model_dir = Path(model_dir)
     cached = CACHE / f"greedy-{_key(model_dir, prompts, new_tokens)}.json"
@@ -74,23 +74,27 @@ def _generate(model_dir: str, prompts: list[list[int]], new_tokens: int) -> list
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
     results = []
     with torch.no_grad():
-        for prompt in prompts:
-            text = model.generate(
-                torch.tensor([prompt]),
-                min_new_tokens=None,
-                max_new_tokens=new_tokens,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-            tokens = text[0, len(prompt) :].tolist()
-            logits = model(text).logits[0, len(prompt) - 1 : -1]
-            if logits.argmax(-1).tolist() != tokens:
-                raise RuntimeError(f"reference for {model_dir}: text differs with and without the KV cache")
+        # All prompts in one left-padded batch: the per-token cost of the pure-torch layers hardly depends on it.
+        texts = model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        for prompt, text in zip(prompts, texts, strict=True):
+            tokens = text[longest:].tolist()
+            # What counts: alone, without padding and without a cache, every token is the argmax of its prefix.
+            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
             best = logits.topk(2).values
-            results.append(Greedy(tokens, (best[:, 0] - best[:, 1]).min().item()))
+            margin = (best[:, 0] - best[:, 1]).min().item()
+            results.append(Greedy(tokens, margin if logits.argmax(-1).tolist() == tokens else 0.0))
     return results
 
 

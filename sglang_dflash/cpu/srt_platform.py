@@ -21,8 +21,9 @@ class DFlashCpuPlatform(CpuSRTPlatform):
         return True
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        # Unset, it becomes intel_amx, which deterministic inference refuses and which needs AMX tiles.
-        if server_args.attention_backend is None:
+        # Unset, upstream has already made it intel_amx, whose kernels are absent here and which deterministic
+        # inference refuses.
+        if server_args.attention_backend in (None, "intel_amx"):
             server_args.attention_backend = "torch_native"
 
     def get_default_attention_backend(self) -> str:

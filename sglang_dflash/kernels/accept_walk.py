@@ -51,10 +51,11 @@ class AcceptedPaths:
 def accept_walk(tree: DraftTree, target_tokens: Tensor, prefix_lens: Tensor, out: AcceptedPaths) -> None:
     """Fill the first bs requests of `out`.
 
-    target_tokens: [bs, Q] int64, the target's token at every row; prefix_lens: [bs] int32 or int64. Contiguous.
-    A path that would outgrow the block size B of `out` stops there, which loses speed but never a token. Links
-    must lead to greater rows; one that does not ends the list, so zero-filled buffers (graph capture) cannot
-    trap the walk. No host sync and no allocation on CUDA. Raises ValueError on a wrong shape, dtype or size.
+    target_tokens: [bs, Q] int64, the target's token at every row; prefix_lens: [bs] int32 or int64; both
+    contiguous. A path that would outgrow the block size B of `out` stops there, which loses speed but never
+    a token. Links must lead to greater rows; one that does not ends the list, so that zero-filled buffers
+    (graph capture) cannot trap the walk. No host sync and no allocation on CUDA. Raises ValueError on a wrong
+    shape, dtype, stride or size.
     """
     walk = launch_accept_walk if tree.tokens.is_cuda else naive_accept_walk
     walk(tree, target_tokens, prefix_lens, out)
@@ -63,7 +64,7 @@ def accept_walk(tree: DraftTree, target_tokens: Tensor, prefix_lens: Tensor, out
 def naive_accept_walk(
     tree: DraftTree, target_tokens: Tensor, prefix_lens: Tensor, out: AcceptedPaths
 ) -> None:
-    """The reference for `accept_walk`, in plain torch, all requests in step; reads the walk's end on the host."""
+    """The reference for `accept_walk` in plain torch, all requests in step; syncs with the host."""
     _validate(tree, target_tokens, prefix_lens, out)
     bs, q = tree.tokens.shape
     out = out.view(bs)
@@ -124,13 +125,13 @@ def _validate(tree: DraftTree, target_tokens: Tensor, prefix_lens: Tensor, out: 
     bs, q = tree.tokens.shape
     if target_tokens.shape != (bs, q) or target_tokens.dtype != torch.int64:
         raise ValueError(
-            f"target_tokens is {target_tokens.dtype} of shape {tuple(target_tokens.shape)}, expected torch.int64 "
-            f"of shape {(bs, q)}: pass one token a tree row"
+            f"target_tokens is {target_tokens.dtype} of shape {tuple(target_tokens.shape)}, expected "
+            f"torch.int64 of shape {(bs, q)}: pass one token a tree row"
         )
     if prefix_lens.shape != (bs,) or prefix_lens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"prefix_lens is {prefix_lens.dtype} of shape {tuple(prefix_lens.shape)}, expected int32 or int64 "
-            f"of shape ({bs},): pass one length a tree"
+            f"prefix_lens is {prefix_lens.dtype} of shape {tuple(prefix_lens.shape)}, expected int32 or "
+            f"int64 of shape ({bs},): pass one length a tree"
         )
     if bs > out.accept_index.shape[0]:
         raise ValueError(
@@ -155,7 +156,7 @@ def _validate(tree: DraftTree, target_tokens: Tensor, prefix_lens: Tensor, out: 
 
 
 @triton.jit
-def accept_walk_kernel(
+def accept_walk_kernel(  # type: ignore[no-untyped-def]
     p_tokens,  # [bs, Q] int64, and so the next three
     p_next_token,
     p_next_sibling,

@@ -1,8 +1,8 @@
 """Best-first draft-tree construction as one Triton launch; the naive twin is `tree.naive_build_draft_tree`.
 
-One program (one warp) a request. The lazy frontier of DDTree (arXiv 2604.12989) holds, for every row popped so
-far, its best child that is not yet popped, so it has one slot a row and lives in registers. A pop costs one
-lookup of the best slot and two scalar loads; links and ancestor sets are derived afterwards, all rows at once.
+One program (one warp) a request. The lazy frontier of DDTree (arXiv 2604.12989) holds, for every row popped
+so far, its best child that is not yet popped, so it has one slot a row and lives in registers. A pop costs
+two one-instruction reductions and two scalar loads; links and ancestor sets follow, for all rows at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sglang_dflash.tree import DraftTree, naive_build_draft_tree, validate_candi
 class TreeBuffers:
     """Static home of the trees of up to `max_bs` requests: fixed addresses for CUDA graphs.
 
-    `build_tree_into` fills the first bs requests of every field. Fields as in `DraftTree`, with max_bs for bs.
+    `build_tree_into` fills the first bs requests of every field; fields as in `DraftTree`, max_bs for bs.
     """
 
     tokens: Tensor
@@ -111,7 +111,7 @@ def launch_build_tree(
 
 
 def block_size(num_nodes: int) -> int:
-    """Frontier slots: a full warp at least, because only a full warp reduces in one instruction (redux.sync)."""
+    """Frontier slots: at least a full warp, as only a full warp reduces in one instruction (redux.sync)."""
     return max(32, triton.next_power_of_2(num_nodes))
 
 
@@ -139,35 +139,36 @@ def _validate(
 # A frontier entry's key is two int32: the score in an order-preserving form, then the tie key
 #   31-depth : 5 | 255-parent : 8 | 15-rank : 4 | previous sibling's row : 8
 # The largest pair is next. Depth, parent and rank identify the entry; the last byte only rides along.
+# One int64 would need a single reduction, but of ten shuffles; two int32 ones are two instructions.
 _DEAD: tl.constexpr = tl.constexpr(-(2**31))  # below the image of every score, -inf included
 
 
 @triton.jit
-def _clean(lp):
+def _clean(lp):  # type: ignore[no-untyped-def]
     """NaN and -inf -> -inf, above 0 -> 0; as `tree._clean`."""
     return tl.where(lp < 0, lp, tl.where(lp >= 0, 0.0, -float("inf")))
 
 
 @triton.jit
-def _score_to_int(score):
+def _score_to_int(score):  # type: ignore[no-untyped-def]
     """Order-preserving fp32 -> int32; -inf becomes _DEAD."""
     bits = score.to(tl.int32, bitcast=True)
     return tl.where(score == -float("inf"), _DEAD, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit
-def _int_to_score(key):
+def _int_to_score(key):  # type: ignore[no-untyped-def]
     """Inverse of `_score_to_int` for finite scores."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _tie_key(depth, parent, rank, previous):
+def _tie_key(depth, parent, rank, previous):  # type: ignore[no-untyped-def]
     return ((31 - depth) << 20) | ((255 - parent) << 12) | ((15 - rank) << 8) | previous
 
 
 @triton.jit
-def build_tree_kernel(
+def build_tree_kernel(  # type: ignore[no-untyped-def]
     p_token_ids,  # [bs, D, K] int32 or int64
     p_log_probs,  # [bs, D, K] float32, each depth descending
     p_root_tokens,  # [bs] int32 or int64; not read unless HAS_ROOT
@@ -228,10 +229,9 @@ def build_tree_kernel(
 
     o_root = i_b * (N + 1)
     o_rows = o_root + rows
+    root = tl.full((), -1, dtype=tl.int64)
     if HAS_ROOT:
         root = tl.load(p_root_tokens + i_b).to(tl.int64)
-    else:
-        root = tl.full((), -1, dtype=tl.int64)
     tl.store(p_tokens + o_root, root)
     tl.store(p_parents + o_root, tl.full((), -1, dtype=tl.int64))
     tl.store(p_depths + o_root, tl.full((), 0, dtype=tl.int64))

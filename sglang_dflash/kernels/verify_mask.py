@@ -3,10 +3,9 @@
 Two layouts, those of SGLang's `TreeMaskMode`, with Q = N + 1 rows a request:
 - QLEN_ONLY: [bs, Q, Q], tree cells only;
 - FULL_MASK: request b is a [Q, prefix_b + Q] matrix at offset sum_{j<b} Q * (prefix_j + Q), prefix columns
-  first. Only the Q x Q tree cells change meaning from step to step, but they move as the prefixes grow, so a
-  prefix column holds whatever an earlier step left there. Its readers differ: Triton's two-stage extend kernel
-  and FA3's cascade never look at prefix columns; FlashInfer's packer and Triton's one-stage kernel (used under
-  `--enable-deterministic-inference`) do, and need `fill_prefix`.
+  first. The tree cells move as the prefixes grow, so a prefix column holds whatever an earlier step left
+  there. Triton's two-stage extend kernel and FA3's cascade never look at prefix columns; FlashInfer's packer
+  and Triton's one-stage kernel (used under `--enable-deterministic-inference`) do, and need `fill_prefix`.
 """
 
 from __future__ import annotations
@@ -107,15 +106,15 @@ def _validate(
     bs, q = tree.tokens.shape
     if prefix_lens.shape != (bs,) or prefix_lens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"prefix_lens is {prefix_lens.dtype} of shape {tuple(prefix_lens.shape)}, expected int32 or int64 "
-            f"of shape ({bs},): pass one length a tree"
+            f"prefix_lens is {prefix_lens.dtype} of shape {tuple(prefix_lens.shape)}, expected int32 or "
+            f"int64 of shape ({bs},): pass one length a tree"
         )
     if mask.dtype not in (torch.bool, torch.uint8):
         raise ValueError(f"mask has dtype {mask.dtype}, expected bool or uint8: allocate it as one of these")
     if positions.dtype != torch.int64 or positions.numel() != bs * q:
         raise ValueError(
-            f"positions has {positions.numel()} elements of {positions.dtype}, expected {bs * q} of torch.int64: "
-            "slice the buffer to bs * Q"
+            f"positions has {positions.numel()} elements of {positions.dtype}, expected {bs * q} of "
+            "torch.int64: slice the buffer to bs * Q"
         )
     if not full_mask and mask.numel() < bs * q * q:
         raise ValueError(
@@ -143,7 +142,7 @@ def _validate(
 
 
 @triton.jit
-def verify_mask_kernel(
+def verify_mask_kernel(  # type: ignore[no-untyped-def]
     p_depths,  # [bs, Q] int64
     p_ancestors,  # [bs, Q, 2] int64
     p_prefix_lens,  # [bs] int32 or int64

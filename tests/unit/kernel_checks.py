@@ -1,10 +1,10 @@
-"""Checks of the small decode kernels that need an environment of their own; used as a script and by the GPU bench.
+"""Checks of the small decode kernels that need an environment of their own: a script, and the GPU bench's.
 
-    TRITON_INTERPRET=1 python kernel_checks.py build_tree|verify_mask|accept_walk   each kernel in the interpreter
-    python kernel_checks.py compile                                                 each kernel to sm90 code
+    TRITON_INTERPRET=1 python kernel_checks.py build_tree|verify_mask|accept_walk   in the interpreter
+    python kernel_checks.py compile                                                 all kernels, to sm90 code
 
-`test_kernels.py` runs all four; `tests/gpu/bench_kernels.py` calls the first three on CUDA tensors. Every kernel
-must equal its naive twin bit for bit, and must not touch memory that is not its own.
+`test_kernels.py` runs all four; `tests/gpu/bench_kernels.py` calls the first three on CUDA tensors. Every
+kernel must equal its naive twin bit for bit, and must not touch memory that is not its own.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def check_verify_mask(device: str) -> None:
         wanted_mask = torch.full((cells + 64,), 7, dtype=torch.uint8)
         mask = wanted_mask.clone().to(device)
         wanted_positions = torch.zeros(bs * q, dtype=torch.int64)
-        positions = wanted_positions.to(device)
+        positions = torch.full((bs * q,), 77).to(device)
         modes = {"full_mask": full, "fill_prefix": fill}
         naive_write_verify_mask(tree, prefix, wanted_mask.view(kind), wanted_positions, **modes)
         launch_verify_mask(to(tree, device), prefix.to(device), mask.view(kind), positions, **modes)

@@ -1,8 +1,8 @@
 """Published shapes of the models that serve_configs/ names, cut to the fields that argument resolution reads.
 
-Sources: the config.json of each checkpoint. Of the drafters, Qwen3.6-27B's and the 35B's were read; of the other three
-the layer ids, block size and mask token are taken from their cards and from code that uses them, and their widths from
-their targets.
+Sources: the config.json of each checkpoint. Of the drafters, Qwen3.6-27B's and the 35B's were read; of the
+other three the layer ids and block size are taken from their cards and from code that uses them, the rest
+from their targets: enough to resolve arguments, not to load weights.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
-"""Run as a program: resolve serve configs through SGLang's own argument pipeline and print the results as JSON.
+"""Run as a program: resolve serve configs through SGLang's own argument pipeline, print the results as JSON.
 
     python resolve_serve_config.py gpu|cpu MODELS_DIR FILE...
 
-`gpu` makes this machine look like one with two Hopper GPUs: it answers for torch's device probes, nvidia-smi and the
-native `sgl_kernel` package, and for nothing else. SGLang's parser, its resolution and this package's hooks run as they
-do in `launch_server`. Model ids are replaced, on the command line, by directories of MODELS_DIR.
+`gpu` makes this machine look like one with two Hopper GPUs: it answers for torch's device probes,
+nvidia-smi and the native `sgl_kernel` package, and for nothing else. SGLang's parser, its resolution and
+this package's hooks run as they do in `launch_server`. Model ids are replaced, on the command line, by
+directories of MODELS_DIR.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import json
@@ -48,7 +50,7 @@ FIELDS = (
 
 
 class _NativeKernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Stands for the CUDA build of `sgl_kernel`: every name imports, none is called while arguments resolve."""
+    """Stands for the CUDA build of `sgl_kernel`: every name imports, none is called while resolving."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name.split(".")[0] == "sgl_kernel":
@@ -100,7 +102,7 @@ def pretend_two_hopper_gpus(memory_mib: int) -> None:
 
 
 def resolve(file: Path, models: Path) -> dict[str, Any]:
-    """Parse and resolve one file as `launch_server --config FILE` does; the resolved fields and the known keys."""
+    """Parse and resolve one file as `launch_server --config FILE` does: FIELDS, and the keys no flag has."""
     import argparse
 
     from sglang.srt.arg_groups.overrides import resolving_view
@@ -131,7 +133,7 @@ def main() -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    import sglang.srt.arg_groups.pipeline
+    importlib.import_module("sglang.srt.arg_groups.pipeline")  # once, before the forks below
 
     results: dict[str, Any] = {}
     for name in files:

@@ -208,6 +208,7 @@ def test_target_facts_of_a_directory(tmp_path: Path) -> None:
 def test_target_facts_of_flat_nested_and_looped_configs() -> None:
     assert target_facts({"thinker_config": {"text_config": TEXT}, "_name_or_path": "omni"}).path == "omni"
     assert target_facts({"model_type": "llama"} | TEXT).hidden_size == 16
+    assert target_facts({"thinker_config": TEXT}).path == "the target"
     assert target_facts({"llm_config": TEXT | {"num_loops": 2}}).num_hidden_layers == 16
     assert target_facts(SimpleNamespace(**TEXT)).vocab_size == 64
 
@@ -233,7 +234,10 @@ def test_path_that_is_neither_is_refused(path: str) -> None:
         assert part in str(caught.value)
 
 
-def test_file_is_refused(root: Path) -> None:
+def test_file_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root.parent)  # so that the relative path looks like a hub id
+    with pytest.raises(DrafterError, match=r"config\.json: path: found a file, wanted a local directory"):
+        resolve_drafter_path(f"{root.name}/config.json")
     with pytest.raises(
         DrafterError, match=r"model\.safetensors: path: found a file, wanted a local directory"
     ):

@@ -51,6 +51,7 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] =
     "ids absent": ({}, {"target_layer_ids": ...}, ("target_layer_ids", "nothing", "a list of layer ids")),
     "ids empty": ({}, {"target_layer_ids": []}, ("target_layer_ids", "[]", "a list of layer ids")),
     "ids string": ({}, {"target_layer_ids": "1,3"}, ("target_layer_ids", '"1,3"', "a list of layer ids")),
+    "ids number": ({}, {"target_layer_ids": 5}, ("target_layer_ids", "found 5", "a list of layer ids")),
     "ids float": (
         {},
         {"target_layer_ids": [1, 3.5]},
@@ -171,6 +172,31 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] =
         {},
         ("quantization_config", "compressed-tensors", "nothing", "bf16"),
     ),
+    "quantised by algorithm": (
+        {"quantization_config": {"quant_algo": "W4A16_NVFP4"}},
+        {},
+        ("quantization_config", "found W4A16_NVFP4,", "bf16"),
+    ),
+    "quantised somehow": (
+        {"quantization_config": "int4"},
+        {},
+        ("quantization_config", "found int4,", "bf16"),
+    ),
+    "window zero": ({"sliding_window": 0}, {}, ("sliding_window", "found 0", "a positive integer")),
+    "layer_types string": ({"layer_types": "sf"}, {}, ("layer_types", "'sf'", "2 (num_hidden_layers)")),
+    "rope_theta negative": ({"rope_theta": -1}, {}, ("rope_theta", "-1", "a positive number")),
+    "rope_theta bool": ({"rope_theta": True}, {}, ("rope_theta", "True", "a positive number")),
+    "rope not an object": ({"rope_scaling": "yarn"}, {}, ("rope_scaling", '"yarn"', "one flat object")),
+    "rope_dim wide": (
+        {"rope_scaling": {"rope_dim": 10}},
+        {},
+        ("rope_scaling.rope_dim", "10", "up to head_dim 8"),
+    ),
+    "rope_dim type": (
+        {"rope_scaling": {"rope_dim": 8.0}},
+        {},
+        ("rope_scaling.rope_dim", "8.0", "even integer"),
+    ),
     "compressed": ({"compression_config": {"format": "pack"}}, {}, ("compression_config", "pack", "bf16")),
 }
 
@@ -235,6 +261,7 @@ def test_stray_file_is_refused(root: Path, name: str, part: str) -> None:
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}},
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}},
         {"partial_rotary_factor": 1.0},
+        {"rope_scaling": {"rope_type": "default"}, "rope_parameters": {"rope_type": "default"}},
         # The trained width, stated: upstream then ignores the fields copied from the target.
         {
             "rope_parameters": {
@@ -274,6 +301,16 @@ def test_layer_types_may_be_absent(root: Path) -> None:
     edit(root, {"layer_types": ...})
     spec = check_drafter(root, TARGET)
     assert (spec.layer_types, spec.sliding_window) == (None, None)
+
+
+def test_other_config_classes_keep_the_window_unasked(root: Path) -> None:
+    edit(root, {"model_type": "mistral", "use_sliding_window": ...})
+    assert check_drafter(root, TARGET).sliding_window == 32
+
+
+def test_plain_logit_transform_is_no_warning(root: Path) -> None:
+    edit(root, output_multiplier=1.0, final_logit_softcapping=0.0)
+    assert check_drafter(root, TARGET).warnings == ()
 
 
 def test_short_context_is_a_warning(root: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +16,9 @@ from sglang_dflash.tree import MAX_NODES, DraftTree, build_draft_tree, naive_bui
 NINF = float("-inf")
 
 
-def check(token_ids: Tensor, log_probs: Tensor, num_nodes: int, order=brute_force) -> DraftTree:
+def check(
+    token_ids: Tensor, log_probs: Tensor, num_nodes: int, order: Callable[..., list] = brute_force
+) -> DraftTree:
     """Candidates must be sorted. Checks every request against `order`; returns the tree."""
     roots = torch.arange(token_ids.shape[0]) + 7
     tree = naive_build_draft_tree(token_ids, log_probs, num_nodes, roots)
@@ -104,7 +108,7 @@ def test_unsorted_candidates_keep_first_of_equals() -> None:
 
 
 def test_full_width_ancestor_bits() -> None:
-    """A chain as deep as allowed, in a tree whose last row is 128: both words and their sign bits are used."""
+    """The largest tree there is: both ancestor words and their sign bits are used."""
     token_ids, log_probs = random_candidates(1, 31, 16, seed=3, levels=2)
     tree = check(token_ids, log_probs, MAX_NODES, heap_order)
     assert (tree.ancestors[..., 0] < 0).any()

@@ -98,6 +98,7 @@ def table_qk_norm_rope_(
     q, k = qkv[:, : sum(sizes)].split(sizes, 1)
     for part, weight in ((q, q_weight), (k, k_weight)):
         heads = _rms(part.unflatten(1, (-1, head_dim)), eps) * weight.float()
+        heads = heads.to(qkv.dtype).float()  # upstream rounds between norm and rotation
         left, right = heads.chunk(2, -1)
         rotated = torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
         part.copy_(rotated.flatten(1))

@@ -1,0 +1,171 @@
+"""Runs inside the test server: partly right drafts, deliberate mistakes, and a trace of every step.
+
+A control file (``DDTREE_TEST_CONTROL``, JSON, read again whenever it changes) selects:
+- ``truths``: full token sequences (prompt + greedy continuation). Requests that begin one of them get a
+  calibrated draft: the true token sits at a random rank of its depth and is absent ``miss`` of the time.
+- ``break``: one deliberate mistake (see ``BREAKS``); the tests must notice each.
+- ``trace``: a file that receives one JSON line a request and step.
+- ``full_mask``: verify with FULL_MASK instead of the platform's mask mode.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import random
+
+import torch
+
+BREAKS = ("nocompact", "chainpos", "chainmask", "chaincommit", "hidden", "draftpos")
+
+
+class Control:
+    def __init__(self, path):
+        self.path, self.stamp, self.values = path, None, {}
+
+    def __getitem__(self, key):
+        stamp = os.stat(self.path).st_mtime_ns
+        if stamp != self.stamp:
+            with open(self.path) as file:
+                self.values = json.load(file)
+            self.stamp = stamp
+        return self.values.get(key)
+
+
+class Oracle:
+    """A calibrated random marginal a depth, the true token at a rank drawn from it."""
+
+    def __init__(self):
+        self.rng = random.Random(0)
+
+    def propose(self, control, step, ids, log_probs):
+        ids, log_probs = ids.clone(), log_probs.clone()
+        _, depth, topk = ids.shape
+        for i, req in enumerate(step.batch.reqs[: ids.shape[0]]):
+            prompt = list(req.origin_input_ids)
+            truth = next((t for t in control["truths"] or () if t[: len(prompt)] == prompt), None)
+            if truth is None:
+                continue
+            anchor = int(step.prefix_lens[i])  # index of the anchor in the sequence
+            for d in range(depth):
+                probs = [self.rng.uniform(0.35, 0.98)]
+                for _ in range(topk - 1):
+                    probs.append((1 - sum(probs)) * self.rng.uniform(0.4, 0.8))
+                probs.sort(reverse=True)
+                true = truth[anchor + 1 + d] if anchor + 1 + d < len(truth) else None
+                tokens = self.rng.sample([t for t in range(256) if t != true], topk)
+                if true is not None and self.rng.random() > (control["miss"] or 0.05):
+                    tokens[self.rng.choices(range(topk), probs)[0]] = true
+                ids[i, d] = torch.tensor(tokens)
+                log_probs[i, d] = torch.tensor(probs).log()
+        return ids, log_probs
+
+
+def register():
+    """Runs before sglang-dflash's own entry point: PYTHONPATH comes before site-packages."""
+    from sglang_dflash import plugin
+
+    create_worker = plugin.create_worker
+    plugin.create_worker = lambda *args: instrument(create_worker(*args))
+
+
+def instrument(worker_class):
+    """Patch the tree worker, in the scheduler process only."""
+    if worker_class.__name__ != "DDTreeWorker":
+        return worker_class
+    from sglang.srt.speculative.eagle_utils import TreeMaskMode
+
+    from sglang_dflash import worker
+    from sglang_dflash.draft import TreeSampler
+
+    control, oracle, now = Control(os.environ["DDTREE_TEST_CONTROL"]), Oracle(), {}
+
+    def around(owner, name):
+        def decorate(function):
+            original = getattr(owner, name)
+            setattr(owner, name, functools.partialmethod(function, original))
+            return function
+
+        return decorate
+
+    @around(worker_class, "_draft")
+    def _draft(self, original, step):
+        now["step"] = step
+        now["tree"] = original(self, step)
+        return now["tree"]
+
+    @around(TreeSampler, "candidates")
+    def candidates(self, original, hidden):
+        ids, log_probs = original(self, hidden)
+        now["raw"] = (ids, log_probs)
+        return oracle.propose(control, now["step"], ids, log_probs)
+
+    @around(worker_class, "_mask_and_positions")
+    def _mask_and_positions(self, original, step, tree):
+        self.mask_mode = TreeMaskMode.FULL_MASK if control["full_mask"] else TreeMaskMode.QLEN_ONLY
+        mask, positions = original(self, step, tree)
+        if control["break"] == "chainpos":
+            positions = step.window.clone()
+        if control["break"] == "chainmask":
+            width = self.tree.width
+            mask = torch.ones(width, width, dtype=torch.bool).tril().repeat(step.batch_size, 1, 1).view(-1)
+        return mask, positions
+
+    @around(worker_class, "_accept")
+    def _accept(self, original, step, tree, *args):
+        accepted, tokens = original(self, step, tree, *args)
+        if control["trace"]:
+            trace(step, tree, accepted)
+        return accepted, tokens
+
+    @around(worker_class, "_append_draft_kv")
+    def _append_draft_kv(self, original, step, hidden, accepted):
+        if control["break"] == "draftpos":
+            step = dataclasses.replace(step, window=step.prefix_lens.unsqueeze(1) + now["tree"].depths)
+        original(self, step, hidden, accepted)
+
+    def patch(name, function):
+        original = getattr(worker, name)
+        setattr(worker, name, functools.partial(function, original))
+
+    def compact_target_kv(original, *args):
+        if control["break"] != "nocompact":
+            original(*args)
+
+    def compact_hidden(original, hidden, accepted):
+        if control["break"] == "hidden":
+            bs, block = accepted.accept_index.shape
+            return hidden.view(bs, -1, hidden.shape[-1])[:, :block].reshape(-1, hidden.shape[-1])
+        return original(hidden, accepted)
+
+    def commit_recurrent_state(original, target_worker, batch, accepted, width):
+        if control["break"] == "chaincommit":
+            bs, block = accepted.accept_index.shape
+            chain = torch.arange(bs).unsqueeze(1) * width + torch.arange(block)
+            accepted = dataclasses.replace(accepted, accept_index=chain.to(torch.int32))
+        original(target_worker, batch, accepted, width)
+
+    patch("compact_target_kv", compact_target_kv)
+    patch("compact_hidden", compact_hidden)
+    patch("commit_recurrent_state", commit_recurrent_state)
+
+    def trace(step, tree, accepted):
+        ids, log_probs = now["raw"]
+        width = tree.num_nodes + 1
+        with open(control["trace"], "a") as file:
+            for i, req in enumerate(step.batch.reqs):
+                length = int(accepted.accept_lens[i])
+                path = [int(n) - i * width for n in accepted.accept_index[i, :length]]
+                line = {
+                    "rid": req.rid,
+                    "prompt": len(req.origin_input_ids),
+                    "prefix": int(step.prefix_lens[i]),
+                    "batch": step.batch_size,
+                    "path": path,
+                    "parents": tree.parents[i].tolist(),
+                    "raw_ids": ids[i, :, 0].tolist(),
+                    "raw_log_probs": log_probs[i].reshape(-1).tolist(),
+                }
+                file.write(json.dumps(line) + "\n")
+
+    return worker_class
