@@ -3,7 +3,8 @@
 # make lint    set up .venv, then ruff and mypy
 # make setup   only set up .venv
 #
-# A machine without a GPU gets the small set of packages (requirements/cpu.lock), one with a GPU the full one (gpu.lock).
+# A machine without a GPU gets the small set of packages (requirements/cpu.lock), one with a GPU the full one
+# (gpu.lock).
 # Needs Python 3.11 or newer with pip and venv. Settings, all optional:
 #   PYTHON=python3.12          the Python that .venv is made from
 #   DEVICE=cpu | gpu           which set to install, instead of asking nvidia-smi
@@ -47,8 +48,8 @@ setup: $(STAMP)
 
 $(STAMP):
 	@case "$(DEVICE)" in cpu|gpu) ;; *) echo "make: DEVICE is '$(DEVICE)', wanted cpu or gpu" >&2; exit 1;; esac
-	@if [ -z "$(PYTHON)" ]; then \
-		echo "make: no Python 3.11 or newer found; install one or name it: make PYTHON=/path/to/python3" >&2; exit 1; fi
+	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "make: PYTHON is '$(PYTHON)', wanted Python 3.11 or newer: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@echo "== set-up for $(DEVICE): $(VENV) from $$($(PYTHON) --version); the first time takes minutes"
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 		echo "make: $(PYTHON) cannot make a virtual environment; install its venv module (python3-venv)" >&2; exit 1; }

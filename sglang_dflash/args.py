@@ -219,6 +219,8 @@ def handle_dflash(original: Callable, server_args: Any) -> None:
     spec = check_drafter(
         resolve_drafter_path(cfg.speculative_draft_model_path, cfg.speculative_draft_model_revision),
         target_facts(model_config.hf_config, context_len=model_config.context_len),
+        # Dummy weights are made up by the loader: there is no file to check.
+        tensors=(cfg.speculative_draft_load_format or cfg.load_format) != "dummy",
     )
     for warning in spec.warnings:
         logger.warning(warning)

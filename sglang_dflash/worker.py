@@ -21,7 +21,7 @@ from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_m
 from torch import Tensor
 
 from sglang_dflash.accept import process_logits, sample_target_tokens
-from sglang_dflash.commit import commit_recurrent_state, compact_hidden, compact_target_kv
+from sglang_dflash.commit import commit_recurrent_state, compact_hidden, compact_target_kv, kv_rows
 from sglang_dflash.config import TreeConfig
 from sglang_dflash.draft import TreeSampler, draft_forward_batch
 from sglang_dflash.graph_runner import DDTreeCudaGraphRunner, check_graph
@@ -96,6 +96,7 @@ class DDTreeWorker(DFlashWorkerV2):
         if self._draft_sampler is None:
             self._draft_sampler = self._build_tree_sampler(max_bs=1)
         self._check_graphs()
+        kv_rows(self.model_runner.token_to_kv_pool_allocator.get_kvcache())  # decided, and logged, at start-up
 
     def _check_graphs(self) -> None:
         """A captured width or batch that would fall back to eager is an error at start-up."""
@@ -218,8 +219,15 @@ class DDTreeWorker(DFlashWorkerV2):
             batch=None, forward_batch=forward, is_verify=True
         )
 
-    def _mask_and_positions(self, step: Step, tree: DraftTree) -> tuple[Tensor, Tensor]:
-        """The tree mask in the backend's layout (its own buffer under graphs) and ``[bs, width]`` positions."""
+    def _mask_and_positions(self, step: Step, tree: DraftTree) -> tuple[Tensor | None, Tensor]:
+        """The tree mask in the backend's layout (its own buffer under graphs) and ``[bs, width]`` positions.
+
+        None, causal attention, when every tree is a chain. Only where asking costs nothing: on CUDA the shape is
+        known on the device alone and captured graphs read a mask anyway, of which SGLang's two-stage kernel loads
+        just the ``[width, width]`` cells.
+        """
+        if not tree.is_chain.is_cuda and bool(tree.is_chain.all()):
+            return None, tree.positions(step.prefix_lens)
         bs, width = step.batch_size, self.tree.width
         full = self.mask_mode == TreeMaskMode.FULL_MASK
         shared = self.model_runner.attn_backend.verify_mask

@@ -1,8 +1,8 @@
 """Tiny random models for tests: fp32 targets of three architectures and DFlash drafters, a few MB each.
 
-Every maker writes a complete Hugging Face directory (weights, config, byte-level tokenizer with a chat template) and
-is deterministic in its `seed`. Tokens 0..255 are bytes; 256..259 are `<|endoftext|>`, `<|im_start|>`, `<|im_end|>` and
-`<|mask|>`; the rest of the 512 are fillers.
+Every maker writes a complete Hugging Face directory (weights, config, byte-level tokenizer with a chat
+template) and is deterministic in its `seed`. Tokens 0..255 are bytes; 256..259 are `<|endoftext|>`,
+`<|im_start|>`, `<|im_end|>` and `<|mask|>`; the rest of the 512 are fillers.
 """
 
 from __future__ import annotations
@@ -128,9 +128,9 @@ def make_drafter(
 ) -> Path:
     """A DFlash drafter in z-lab's format for the target model directory `target`.
 
-    Reads width, vocabulary and depth from the target's config. `target_layer_ids` default to three layers spread over
-    the target; `sliding_window` (keys, itself included) makes every drafter layer but the last windowed.
-    Embeddings and the output head are the target's, so the file holds neither.
+    Reads width, vocabulary and depth from the target's config. `target_layer_ids` default to three layers
+    spread over the target; `sliding_window` (keys, itself included) makes every drafter layer but the last
+    windowed. Embeddings and the output head are the target's, so the file holds neither.
     """
     from safetensors.torch import save_file
 

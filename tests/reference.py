@@ -1,4 +1,5 @@
-"""Greedy text of a model by transformers alone: fp32, pure-torch layers, the yardstick for every server test."""
+"""Greedy text of a model by transformers alone: fp32, pure-torch layers, the yardstick for every server
+test."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ class Greedy:
 
     tokens: list[int]
     margin: float
-    """Smallest gap between the best and second best logit along the way; a server may only differ below its noise."""
+    """Smallest gap between the best and second best logit along the way; a server may only differ below its
+    noise."""
 
 
 def _key(model_dir: Path, prompts: list[list[int]], new_tokens: int) -> str:
@@ -34,8 +36,10 @@ def _key(model_dir: Path, prompts: list[list[int]], new_tokens: int) -> str:
 def greedy(model_dir: Path | str, prompts: list[list[int]], new_tokens: int) -> list[Greedy]:
     """Continue each prompt (token ids) by exactly `new_tokens` tokens, end-of-text ignored.
 
-    A text that hinges on rounding (batched with a cache, and alone without one, disagree) gets margin 0. Runs in a
-    process of its own, so that hiding fla and causal_conv1d from transformers leaves the caller's imports alone. Results are kept in `.cache/tests` under a hash of the inputs, the model's files and this file.
+    A text that hinges on rounding (batched with a cache, and alone without one, disagree) gets margin 0. Runs
+    in a process of its own, so that hiding fla and causal_conv1d from transformers leaves the caller's
+    imports alone. Results are kept in `.cache/tests` under a hash of the inputs, the model's files and this
+    file.
 
     Raises RuntimeError if that process fails.
     """
@@ -79,7 +83,8 @@ def _generate(model_dir: str, prompts: list[list[int]], new_tokens: int) -> list
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
     results = []
     with torch.no_grad():
-        # All prompts in one left-padded batch: the per-token cost of the pure-torch layers hardly depends on it.
+        # All prompts in one left-padded batch: the per-token cost of the pure-torch layers hardly depends on
+        # it.
         texts = model.generate(
             ids,
             attention_mask=mask,
@@ -90,7 +95,8 @@ def _generate(model_dir: str, prompts: list[list[int]], new_tokens: int) -> list
         )
         for prompt, text in zip(prompts, texts, strict=True):
             tokens = text[longest:].tolist()
-            # What counts: alone, without padding and without a cache, every token is the argmax of its prefix.
+            # What counts: alone, without padding and without a cache, every token is the argmax of its
+            # prefix.
             logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
             best = logits.topk(2).values
             margin = (best[:, 0] - best[:, 1]).min().item()

@@ -1,7 +1,8 @@
 """Attention on the CPU, by definition: gather each request's keys, mask, softmax in fp32.
 
-It replaces SGLang's `torch_native` backend under the same name (two upstream sites list backends by name) and adds
-what DFLASH and trees need: TARGET_VERIFY as a chain or under a tree mask, ENCODER_ONLY draft blocks, logit caps.
+It replaces SGLang's `torch_native` backend under the same name (two upstream sites list backends by name) and
+adds what DFLASH and trees need: TARGET_VERIFY as a chain or under a tree mask, ENCODER_ONLY draft blocks,
+logit caps.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ class Span:
 def split_tree_mask(mask: torch.Tensor, prefixes: list[int], nodes: int) -> list[torch.Tensor]:
     """Per-request visibility `[nodes, prefix + nodes]` from a flat mask in either of SGLang's layouts.
 
-    FULL_MASK concatenates `[nodes, prefix + nodes]` blocks, QLEN_ONLY `[nodes, nodes]` blocks with the prefix implied
-    visible (`TreeMaskMode`, `kernels/ops/speculative/spec_tree.py`). They are told apart by size; they only agree in
-    size when every prefix is empty, where they are the same.
+    FULL_MASK concatenates `[nodes, prefix + nodes]` blocks, QLEN_ONLY `[nodes, nodes]` blocks with the prefix
+    implied visible (`TreeMaskMode`, `kernels/ops/speculative/spec_tree.py`). They are told apart by size;
+    they only agree in size when every prefix is empty, where they are the same.
 
     Raises ValueError if the mask is of neither size.
     """
@@ -74,8 +75,8 @@ def spans_of(batch: Any) -> list[Span]:
         new = batch.extend_seq_lens.tolist()
         return [Span(row, length - n, n) for row, length, n in zip(rows, lengths, new, strict=True)]
 
-    # seq_lens is the prefix in both kinds of verify input. seq_lens_cpu is not: a chain's (DFLASH) already counts
-    # the block, a tree's (EAGLE) does not.
+    # seq_lens is the prefix in both kinds of verify input. seq_lens_cpu is not: a chain's (DFLASH) already
+    # counts the block, a tree's (EAGLE) does not.
     nodes = batch.spec_info.draft_token_num
     mask = getattr(batch.spec_info, "custom_mask", None)
     if mask is None or mask.numel() == 0:
@@ -91,12 +92,13 @@ def spans_of(batch: Any) -> list[Span]:
 def visible(span: Span, window: int | None, causal: bool) -> torch.Tensor:
     """bool `[new, total]`: which keys each query of a request sees.
 
-    `window` is SGLang's `sliding_window_size`: how far back a query sees, itself not counted, so `q - k <= window`
-    and `window + 1` keys (transformers' `sliding_window` less one, `dflash_utils.py`); None or negative = no window.
-    Without `causal` it also bounds the future, `k - q <= window`, as `extend_attention.py` does.
+    `window` is SGLang's `sliding_window_size`: how far back a query sees, itself not counted, so `q - k <=
+    window` and `window + 1` keys (transformers' `sliding_window` less one, `dflash_utils.py`); None or
+    negative = no window. Without `causal` it also bounds the future, `k - q <= window`, as
+    `extend_attention.py` does.
 
-    Under a tree mask distances are taken between positions (prefix + depth). SGLang's Triton kernel takes them
-    between rows, which drops up to `new` of the oldest keys that the same path would see as a chain.
+    Under a tree mask distances are taken between positions (prefix + depth). SGLang's Triton kernel takes
+    them between rows, which drops up to `new` of the oldest keys that the same path would see as a chain.
     """
     query, key = span.query_positions.unsqueeze(1), torch.arange(span.total)
     if span.depth is not None:
@@ -124,8 +126,8 @@ def attend(
 ) -> torch.Tensor:
     """Masked softmax attention in fp32; query head h reads key head `h // (H / Hk)`.
 
-    `q` `[Tq, H, D]`, `k` `[Tk, Hk, D]`, `v` `[Tk, Hk, Dv]`, `seen` bool `[Tq, Tk]`, each row with at least one True.
-    A `logit_cap` > 0 bends scores to `cap * tanh(score / cap)`. Returns `[Tq, H, Dv]` in q's dtype.
+    `q` `[Tq, H, D]`, `k` `[Tk, Hk, D]`, `v` `[Tk, Hk, Dv]`, `seen` bool `[Tq, Tk]`, each row with at least
+    one True. A `logit_cap` > 0 bends scores to `cap * tanh(score / cap)`. Returns `[Tq, H, Dv]` in q's dtype.
     """
     grouped = q.float().unflatten(1, (k.shape[1], -1))
     scores = torch.einsum("qhgd,khd->hgqk", grouped, k.float()) * scale

@@ -1,7 +1,8 @@
-"""What CPU mode changes in SGLang beside the native ops: Triton calls and CUDA assumptions left on its CPU path.
+"""What CPU mode changes in SGLang beside the native ops: Triton calls and CUDA assumptions left on its CPU
+path.
 
-Called from the plugin entry point in every process. SGLang only logs a hook that fails to apply, so the start of the
-attention backend asserts that all of them did.
+Called from the plugin entry point in every process. SGLang only logs a hook that fails to apply, so the start
+of the attention backend asserts that all of them did.
 """
 
 from __future__ import annotations
@@ -61,12 +62,14 @@ def _no_fused_conv_scatter(pairs: Any) -> bool:
 def _no_batch_invariant_kernels(enable_bmm: bool = True) -> None:
     """Deterministic inference swaps in Triton matmuls whose result does not depend on the batch.
 
-    They cannot run here, so on a CPU it means what the seeds mean: the same noise for the same (seed, position).
+    They cannot run here, so on a CPU it means what the seeds mean: the same noise for the same (seed,
+    position).
     """
 
 
 def _multinomial_with_seed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Run upstream's seeded sampler uncompiled: compiling wants a C++ compiler and cannot trace the stand-in hash."""
+    """Run upstream's seeded sampler uncompiled: compiling wants a C++ compiler and cannot trace the stand-in
+    hash."""
     return getattr(original, "_torchdynamo_orig_callable", original)(*args, **kwargs)
 
 
@@ -111,13 +114,15 @@ def _make_attention_backend(runner: Any) -> Any:
 
 
 def register_hooks() -> None:
-    """Register every CPU hook and open the backend name lists. Call from the `sglang.srt.plugins` entry point.
+    """Register every CPU hook and open the backend name lists. Call from the `sglang.srt.plugins` entry
+    point.
 
     Idempotent. Raises RuntimeError if CPU mode was not asked for.
     """
     if not is_requested():
         raise RuntimeError(
-            f"CPU mode: {ENGINE_SWITCH}={os.environ.get(ENGINE_SWITCH)!r} found, wanted '1'; set it before starting"
+            f"CPU mode: {ENGINE_SWITCH}={os.environ.get(ENGINE_SWITCH)!r} found, wanted '1'; "
+            "set it before starting"
         )
     stand_in.install()
     from sglang.srt import server_args
@@ -153,18 +158,19 @@ def assert_hooks_applied() -> None:
 
     if ATTENTION_BACKENDS.get(BACKEND) is not _make_attention_backend:
         raise RuntimeError(
-            f"CPU mode: attention backend {BACKEND!r} is {ATTENTION_BACKENDS.get(BACKEND)!r}, wanted this package's; "
-            "unload the plugin that re-registered it (SGLANG_PLUGINS selects)"
+            f"CPU mode: attention backend {BACKEND!r} is {ATTENTION_BACKENDS.get(BACKEND)!r}, "
+            "wanted this package's; unload the plugin that re-registered it (SGLANG_PLUGINS selects)"
         )
     for hook in HOOKS:
         try:
             current = pkgutil.resolve_name(hook.target)
         except (ImportError, AttributeError) as error:
             raise RuntimeError(
-                f"CPU mode: hook target {hook.target} is absent ({error}), wanted SGLang 0.5.23; install that version"
+                f"CPU mode: hook target {hook.target} is absent ({error}), wanted SGLang 0.5.23; "
+                "install that version"
             ) from error
         if not any(function is hook.function for function in _wrapped_functions(current)):
             raise RuntimeError(
-                f"CPU mode: hook on {hook.target} is not in force (found {current!r}), wanted it applied; see the "
-                "log for 'Failed to apply hooks' and install SGLang 0.5.23"
+                f"CPU mode: hook on {hook.target} is not in force (found {current!r}), wanted it applied; "
+                "see the log for 'Failed to apply hooks' and install SGLang 0.5.23"
             )

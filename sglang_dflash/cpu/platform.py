@@ -18,9 +18,9 @@ def is_requested() -> bool:
 def activate() -> str | None:
     """`sglang.srt.platforms` entry point: the platform class's dotted path in CPU mode, else None.
 
-    Installs the `sgl_kernel` stand-in first. It cannot wait for the plugin entry point: spawned processes import
-    `scheduler.py`, and with it `sgl_kernel`, before they load plugins, but this fires at the first touch of
-    `current_platform`, which is earlier.
+    Installs the `sgl_kernel` stand-in first. It cannot wait for the plugin entry point: spawned processes
+    import `scheduler.py`, and with it `sgl_kernel`, before they load plugins, but this fires at the first
+    touch of `current_platform`, which is earlier.
     """
     if not is_requested():
         return None

@@ -12,7 +12,8 @@ from sglang.srt.platforms.interface import PlatformCapabilities
 
 
 class DFlashCpuPlatform(CpuSRTPlatform):
-    """SGLang's CPU platform, out of tree, with DFLASH, NGRAM and hybrid (`extra_buffer`) prefix caching opened."""
+    """SGLang's CPU platform, out of tree, with DFLASH, NGRAM and hybrid (`extra_buffer`) prefix caching
+    opened."""
 
     # No graph capture: the CPU "graph" is torch.compile, which buys nothing on models this small.
     capabilities = PlatformCapabilities()

@@ -1,8 +1,8 @@
 """A stand-in for the native `sgl_kernel` package, built from :mod:`sglang_dflash.cpu.ops`.
 
-SGLang's CPU path imports `sgl_kernel` unconditionally, and its wheel does not load without libcuda. Only what that
-path reaches is provided. `convert_weight_packed` stays absent on purpose: SGLang takes its absence to mean "no AMX
-kernels" and then stays on its plain torch code.
+SGLang's CPU path imports `sgl_kernel` unconditionally, and its wheel does not load without libcuda. Only what
+that path reaches is provided. `convert_weight_packed` stays absent on purpose: SGLang takes its absence to
+mean "no AMX kernels" and then stays on its plain torch code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ _MODULES: dict[str, tuple[Callable[..., Any], ...]] = {
         cache_locs.assign_req_to_token_pool_cpu,
         cache_locs.assign_extend_cache_locs_cpu,
         cache_locs.fill_accept_out_cache_loc_cpu,
-        cache_locs.fill_bonus_tokens_cpu,
         cache_locs.copy_all_layer_kv_cache_cpu,
         tree.verify_tree_greedy_cpu,
     ),
@@ -47,6 +46,7 @@ _TORCH_OPS: tuple[Callable[..., Any], ...] = (
 _EAGLE_ONLY = (
     "assign_draft_cache_locs_contiguous_cpu",
     "build_tree_kernel_efficient_cpu",
+    "fill_bonus_tokens_cpu",
     "rotate_input_ids_cpu",
 )
 """Imported by name at module level in SGLang, called only by EAGLE drafting."""
@@ -64,10 +64,12 @@ def _refusal(name: str) -> Callable[..., NoReturn]:
 
 
 def declare_torchvision_ops() -> None:
-    """Declare `torchvision::nms` and `qnms` so that a CUDA build of torchvision imports beside a CPU build of torch.
+    """Declare `torchvision::nms` and `qnms` so that a CUDA build of torchvision imports beside a CPU build of
+    torch.
 
-    Its compiled part does not load there, and its import then fails registering shape functions for ops
-    that do not exist. SGLang and transformers only use its image transforms. Harmless where the ops exist; idempotent.
+    Its compiled part does not load there, and its import then fails registering shape functions for ops that
+    do not exist. SGLang and transformers only use its image transforms. Harmless where the ops exist;
+    idempotent.
     """
     if torch.version.cuda or _libraries or "torchvision" in sys.modules:
         return
@@ -80,8 +82,8 @@ def declare_torchvision_ops() -> None:
 def install() -> None:
     """Publish the stand-in as `sgl_kernel` in `sys.modules` and its torch ops under `torch.ops.sgl_kernel`.
 
-    Must run before the first SGLang module that imports `sgl_kernel`; a real one already imported is replaced.
-    Idempotent.
+    Must run before the first SGLang module that imports `sgl_kernel`; a real one already imported is
+    replaced. Idempotent.
     """
     if getattr(sys.modules.get("sgl_kernel"), "__stand_in__", False):
         return

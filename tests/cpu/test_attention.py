@@ -69,9 +69,11 @@ def dense(q, keys, values, scale, cap):
 
 
 def check(mode, lengths, new, layer, sees, **fields):
-    """Run the backend on requests of `lengths` total keys, `new` of them queries of this forward, and compare.
+    """Run the backend on requests of `lengths` total keys, `new` of them queries of this forward, and
+    compare.
 
-    `sees(n, i)` lists the key positions (indices into the request's row) that query i of request n attends to.
+    `sees(n, i)` lists the key positions (indices into the request's row) that query i of request n attends
+    to.
     """
     rows = [3, 0, 4][: len(lengths)]
     pool, request_table = Pool(), table()
@@ -209,7 +211,7 @@ def test_encoder_only_draft_block(window):
 
 
 def test_mask_of_another_batch_is_refused():
-    with pytest.raises(ValueError, match="17 entries found, wanted 18 .* or 45"):
+    with pytest.raises(ValueError, match=r"17 entries found, wanted 18 .* or 45"):
         split_tree_mask(torch.ones(17, dtype=torch.bool), [4, 5], 3)
 
 

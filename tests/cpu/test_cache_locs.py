@@ -27,24 +27,17 @@ def test_accepted_slots_are_packed_in_order():
     assert packed.tolist() == [40, 42, 43, -1, -1, -1]
 
 
-def test_bonus_is_the_last_accepted_token():
-    tokens = torch.tensor([[5, 6, 7], [8, 9, 10]], dtype=torch.int32)
-    bonus = torch.zeros(2, dtype=torch.int64)
-    cache_locs.fill_bonus_tokens_cpu(tokens.flatten(), torch.tensor([3, 1]), bonus, 3)
-    assert bonus.tolist() == [7, 8]
-
-
 def test_kv_rows_move_in_every_buffer_at_once():
     buffers = [torch.randn(9, 2, 4), torch.randn(9, 6), torch.randn(9, 4).bfloat16()]
     before = [b.clone() for b in buffers]
     addresses = torch.tensor([b.data_ptr() for b in buffers], dtype=torch.uint64)
     strides = torch.tensor([b[0].nbytes for b in buffers])
     # 2 -> 1 while 3 -> 2: reads must precede writes. Pairs with a negative slot are dropped.
-    target, source = torch.tensor([1, 2, -1, 8]), torch.tensor([2, 3, 5, -1])
+    target, source = torch.tensor([1, 2, -1, 5, 8]), torch.tensor([2, 3, 7, -1, 6])
     cache_locs.copy_all_layer_kv_cache_cpu(addresses, strides, target, source)
     for after, old in zip(buffers, before, strict=True):
         expected = old.clone()
-        expected[1], expected[2] = old[2], old[3]
+        expected[1], expected[2], expected[8] = old[2], old[3], old[6]
         assert torch.equal(after, expected)
 
 

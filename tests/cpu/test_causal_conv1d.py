@@ -102,7 +102,8 @@ def test_verify(width, tree):
 
 
 def test_verify_into_overlapping_windows():
-    """Without a tree SGLang keeps one shared `[dim, steps + K - 2]` strip; step t's window is a view into it."""
+    """Without a tree SGLang keeps one shared `[dim, steps + K - 2]` strip; step t's window is a view into
+    it."""
     batch, nodes, width = 2, 5, 4
     x = random(batch, DIM, nodes, seed=1)
     states, weight = random(3, DIM, width - 1, seed=2), random(DIM, width, seed=3)

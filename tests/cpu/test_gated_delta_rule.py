@@ -106,7 +106,8 @@ def test_verify_snapshots_every_node(tree):
     states = pool()
     updated = states.clone()
     slots = torch.tensor([2, 0, 5], dtype=torch.int32)
-    # SGLang passes the pool's whole row range; only the first `batch` entries count. Row -1 keeps no snapshot.
+    # SGLang passes the pool's whole row range; only the first `batch` entries count. Row -1 keeps no
+    # snapshot.
     rows = torch.tensor([1, -1, 0, 2, 3], dtype=torch.int32)
     parents = random_parents(batch, nodes, seed=8)
     snapshots = torch.full((4, nodes, 4, 16, 32), 7.0)

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +13,7 @@ def brute_force(parents, tokens, wanted, limit):
     best = [0]
     for node in range(len(parents)):
         path = path_to(parents, node)
-        steps = zip(path, path[1:], strict=False)
+        steps = pairwise(path)
         if all(tokens[b] == wanted[a] for a, b in steps) and len(best) < len(path) <= limit:
             best = path
     return best

@@ -1,4 +1,5 @@
-"""The CPU ops against the kernels they stand for, which run in Triton's interpreter in a process of their own."""
+"""The CPU ops against the kernels they stand for, which run in Triton's interpreter in a process of their
+own."""
 
 import json
 import os
@@ -16,7 +17,7 @@ CHECKS = {
     "conv chain": 2e-6,
     "conv tree": 2e-6,
     "murmur hash": 0.0,
-    "qk norm rope": 2**-7,
+    "qk norm rope": 2**-6,  # of the largest entry: the interpreter truncates to bfloat16, torch rounds
     "track": 0.0,
 }
 

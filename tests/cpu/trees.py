@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 
@@ -23,7 +25,7 @@ def links(parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             children = [c for c in range(1, len(row)) if row[c] == node]
             if children:
                 child[b, node] = children[0]
-            for left, right in zip(children, children[1:], strict=False):
+            for left, right in pairwise(children):
                 sibling[b, left] = right
     return child, sibling
 

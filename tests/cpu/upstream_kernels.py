@@ -43,7 +43,8 @@ autotuner.Autotuner.run = _take_first_config  # type: ignore[method-assign]
 
 
 def _with_boolean_mask(access: Callable[..., object], mask_at: int) -> Callable[..., object]:
-    """The interpreter widens a scalar comparison with int64, as in the convolution's masks, then refuses the mask."""
+    """The interpreter widens a scalar comparison with int64, as in the convolution's masks, then refuses the
+    mask."""
 
     def masked(self: object, *args: Any, **kwargs: Any) -> object:
         args[mask_at].data = args[mask_at].data.astype(bool)
@@ -163,8 +164,8 @@ def qk_norm_rope() -> float:
     ours, theirs = qkv.clone(), qkv.clone()
     norms.table_qk_norm_rope_(ours, *args)
     upstream_rope(theirs, *args)
-    # Relative: the last bit of a bfloat16 is large next to fp32 noise.
-    return ((ours.double() - theirs.double()) / theirs.double()).abs().max().item()
+    # In units of the largest entry: the last bit of a bfloat16 is large next to fp32 noise.
+    return difference((ours,), (theirs,)) / theirs.abs().max().item()
 
 
 def track() -> float:

@@ -24,6 +24,7 @@ from tree_reference import random_candidates, target_tokens_for
 
 from sglang_dflash.kernels.accept_walk import AcceptedPaths, accept_walk
 from sglang_dflash.kernels.build_tree import TreeBuffers, build_tree_into
+from sglang_dflash.kernels.compact_kv import KVRows, compact_kv
 from sglang_dflash.kernels.verify_mask import write_verify_mask
 from sglang_dflash.tree import naive_build_draft_tree
 
@@ -108,12 +109,31 @@ def bench_mask_and_walk() -> None:
         print(f"{bs:>5}{times[0]:>10.2f}{times[1]:>11.2f}{times[2]:>10.2f}{times[3]:>10.2f}")
 
 
+def bench_compaction() -> None:
+    """Qwen3.6-27B: 16 full-attention layers, 4 heads of 256, bf16, so 32 buffers of 2 KiB a slot."""
+    q, block, pool_slots = 33, 16, 100_000
+    buffers = [torch.zeros(pool_slots, 4, 256, dtype=torch.bfloat16, device="cuda") for _ in range(32)]
+    rows = KVRows.of(buffers)
+    print("KV compaction, N 32, block 16, 32 buffers of 2 KiB a slot: microseconds a launch")
+    print(f"{'bs':>5}{'chains':>10}{'8 of 16':>10}{'16 of 16':>10}")
+    for bs in (1, 8, 64):
+        slots = torch.randperm(pool_slots)[: bs * q].cuda()
+        first = torch.arange(bs, dtype=torch.int32, device="cuda").unsqueeze(1) * q
+        column = torch.arange(block, dtype=torch.int32, device="cuda")
+        times = []
+        for length, step in ((16, 1), (8, 2), (16, 2)):
+            lens = torch.full((bs,), length, dtype=torch.int32, device="cuda")
+            times.append(microseconds(partial(compact_kv, rows, slots, first + column * step, lens)))
+        print(f"{bs:>5}" + "".join(f"{time:>10.2f}" for time in times))
+
+
 def main() -> int:
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)
     for check in (
         kernel_checks.check_build_tree,
         kernel_checks.check_verify_mask,
         kernel_checks.check_accept_walk,
+        kernel_checks.check_compact_kv,
     ):
         check("cuda")
         print(check.__name__, "ok")
@@ -121,6 +141,7 @@ def main() -> int:
     print("check_capture ok")
     met = bench_builder()
     bench_mask_and_walk()
+    bench_compaction()
     print(f"target {TARGET_US:g} us for N=32:", "met" if met else "MISSED")
     return 0 if met else 1
 

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,12 @@ def server_env(**extra: str) -> dict[str, str]:
     } | extra
 
 
-def command(model: Path, drafter: Path | None, *options: str) -> list[str]:
+LAUNCH = ("-m", "sglang.launch_server")
+
+
+def command(model: Path, drafter: Path | None, *options: str, launcher: tuple[str, ...] = LAUNCH) -> list[str]:
     """The server's command line; options given twice: the last one wins."""
-    line = [sys.executable, "-m", "sglang.launch_server", "--device", "cpu", "--dtype", "float32"]
+    line = [sys.executable, *launcher, "--device", "cpu", "--dtype", "float32"]
     line += ["--model-path", str(model), "--host", "127.0.0.1", "--max-total-tokens", "8192"]
     line += ["--max-running-requests", "4"]
     if drafter is not None:
@@ -50,7 +54,15 @@ def command(model: Path, drafter: Path | None, *options: str) -> list[str]:
 class Server:
     """Starts on construction; raises RuntimeError with the log's end when it does not come up."""
 
-    def __init__(self, work: Path, model: Path, drafter: Path | None, *options: str, env: dict[str, str] | None = None):
+    def __init__(
+        self,
+        work: Path,
+        model: Path,
+        drafter: Path | None,
+        *options: str,
+        env: dict[str, str] | None = None,
+        launcher: tuple[str, ...] = LAUNCH,
+    ):
         work.mkdir(parents=True, exist_ok=True)
         self.log, self.control_file, self.trace_file = work / "server.log", work / "control.json", work / "trace.jsonl"
         self.settings: dict[str, Any] = {}
@@ -59,7 +71,7 @@ class Server:
         self._client = httpx.Client(base_url=self.url, timeout=300, limits=httpx.Limits(max_connections=32))
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [*command(model, drafter, *options), "--port", str(port)],
+                [*command(model, drafter, *options, launcher=launcher), "--port", str(port)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -92,6 +104,11 @@ class Server:
         part.write_text(json.dumps(self.settings))
         part.replace(self.control_file)  # the server must never read half a file
 
+    def reset(self, **settings: Any) -> None:
+        """Only these settings remain."""
+        self.settings = {}
+        self.control(**settings)
+
     def start_trace(self) -> None:
         self.trace_file.unlink(missing_ok=True)
         self.control(trace=str(self.trace_file))
@@ -99,12 +116,33 @@ class Server:
     def trace(self) -> list[dict[str, Any]]:
         """Steps since ``start_trace``, one entry a request and step."""
         self.control(trace=None)
-        if not self.trace_file.exists():
-            return []
-        return [json.loads(line) for line in self.trace_file.read_text().splitlines()]
+        return self.read(self.trace_file)
+
+    def read(self, trace_file: Path) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in trace_file.read_text().splitlines()] if trace_file.exists() else []
+
+    def get(self, path: str) -> Any:
+        response = self._client.get(path)
+        assert response.status_code == 200, response.text
+        return response.json()
 
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
         return self._client.post(path, json=body)
+
+    def events(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """The parsed server-sent events of a streaming request, ``[DONE]`` left out."""
+        with self._client.stream("POST", path, json=body | {"stream": True}) as response:
+            assert response.status_code == 200, response.read()
+            lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
+        assert lines[-1] == "[DONE]", lines[-1]
+        return [json.loads(line) for line in lines[:-1]]
+
+    def abandon(self, body: dict[str, Any], after_chunks: int) -> None:
+        """A streaming ``/generate`` whose client hangs up."""
+        with self._client.stream("POST", "/generate", json=body | {"stream": True}) as response:
+            for i, _ in enumerate(response.iter_lines()):
+                if i >= 2 * after_chunks:  # every event is followed by an empty line
+                    return
 
     def generate(self, input_ids: list[int], max_new_tokens: int, *, sampling: dict[str, Any] | None = None, **body: Any):
         """``/generate`` on token ids, greedy unless ``sampling`` says otherwise; returns the parsed answer."""
@@ -114,8 +152,13 @@ class Server:
         return response.json()
 
     def generate_all(self, jobs: list[tuple[list[int], int]], at_once: int, **kwargs: Any) -> list[dict[str, Any]]:
+        return self.in_parallel(lambda job: self.generate(*job, **kwargs), jobs, at_once)
+
+    @staticmethod
+    def in_parallel(function: Callable[[Any], Any], jobs: Iterable[Any], at_once: int) -> list[Any]:
+        """Results in the order of ``jobs``."""
         with ThreadPoolExecutor(at_once) as pool:
-            return list(pool.map(lambda job: self.generate(*job, **kwargs), jobs))
+            return list(pool.map(function, jobs))
 
     def flush(self) -> None:
         assert self.post("/flush_cache", {}).status_code == 200

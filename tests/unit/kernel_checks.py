@@ -1,9 +1,9 @@
 """Checks of the small decode kernels that need an environment of their own: a script, and the GPU bench's.
 
-    TRITON_INTERPRET=1 python kernel_checks.py build_tree|verify_mask|accept_walk   in the interpreter
+    TRITON_INTERPRET=1 python kernel_checks.py build_tree|verify_mask|accept_walk|compact_kv   interpreted
     python kernel_checks.py compile                                                 all kernels, to sm90 code
 
-`test_kernels.py` runs all four; `tests/gpu/bench_kernels.py` calls the first three on CUDA tensors. Every
+`test_kernels.py` runs all five; `tests/gpu/bench_kernels.py` calls the first four on CUDA tensors. Every
 kernel must equal its naive twin bit for bit, and must not touch memory that is not its own.
 """
 
@@ -16,9 +16,10 @@ import torch
 import triton
 from tree_reference import random_candidates, target_tokens_for
 
-from sglang_dflash.kernels import accept_walk, build_tree, verify_mask
+from sglang_dflash.kernels import accept_walk, build_tree, compact_kv, verify_mask
 from sglang_dflash.kernels.accept_walk import AcceptedPaths, launch_accept_walk, naive_accept_walk
 from sglang_dflash.kernels.build_tree import TreeBuffers, launch_build_tree
+from sglang_dflash.kernels.compact_kv import KVRows, launch_compact_kv, naive_compact_kv
 from sglang_dflash.kernels.verify_mask import launch_verify_mask, naive_write_verify_mask
 from sglang_dflash.tree import DraftTree, naive_build_draft_tree
 
@@ -123,6 +124,58 @@ def check_accept_walk(device: str) -> None:
         assert_same(found, wanted, bs, f"links filled with {fill}")
 
 
+def random_paths(bs: int, q: int, block: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Accepted paths of every kind: increasing rows, the root first, some chains, some the root alone."""
+    generator = torch.Generator().manual_seed(seed)
+    index = torch.full((bs, block), -1, dtype=torch.int32)
+    lens = torch.randint(1, block + 1, (bs,), generator=generator, dtype=torch.int32)
+    lens[0] = block
+    for b, length in enumerate(lens.tolist()):
+        others = torch.randperm(q - 1, generator=generator)[: length - 1].sort().values + 1
+        if b % 4 == 3:
+            others = torch.arange(1, length)  # a chain
+        elif b % 4 == 2 and length > 2:
+            others[0] = 1  # in place at first, then not
+        elif b % 4 == 1:
+            others = torch.arange(2, length + 1).clamp(max=q - 1)  # all rows one further: each is overwritten
+        index[b, :length] = b * q + torch.cat((torch.zeros(1, dtype=torch.int64), others)).int()
+    return index, lens
+
+
+def check_compact_kv(device: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for number, (bs, q, block, shapes) in enumerate(
+        [
+            (1, 16, 16, [(2, 24)]),
+            (5, 33, 16, [(2, 16), (2, 16), (2, 24)]),  # V heads wider than K's
+            (8, 8, 8, [(4, 64)]),
+            (4, 129, 32, [(2, 8), (3, 208)]),  # a row of several programs, its last one partly filled
+        ]
+    ):
+        index, lens = random_paths(bs, q, block, number)
+        index[bs // 2 + 1 :, 1:], lens[bs // 2 + 1 :] = -1, 1
+        if number == 2:
+            index, lens = random_paths(bs, q, block, number)
+        pool_slots = bs * q + 50
+        slots = torch.randperm(pool_slots, generator=generator)[: bs * q]  # any order, as after page reuse
+        for dtype in (torch.bfloat16, torch.float32, torch.float8_e4m3fn):
+            wanted = [
+                torch.randint(
+                    0, 255, (pool_slots, *shape, dtype.itemsize), generator=generator, dtype=torch.uint8
+                )
+                .view(dtype)
+                .squeeze(-1)
+                for shape in shapes
+            ]
+            found = [buffer.clone().to(device) for buffer in wanted]
+            naive_compact_kv(KVRows.of(wanted), slots, index, lens)
+            launch_compact_kv(KVRows.of(found), slots.to(device), index.to(device), lens.to(device))
+            for buffer, goal in zip(found, wanted, strict=True):
+                assert torch.equal(buffer.cpu().view(torch.uint8), goal.view(torch.uint8)), (
+                    f"case {number}, {dtype}"
+                )
+
+
 def check_compile() -> None:
     """Compile every kind of specialisation for sm90, which needs no GPU."""
     from triton.backends.compiler import GPUTarget
@@ -164,6 +217,13 @@ def check_compile() -> None:
         types = {"p_prefix_lens": lens, "p_accept_index": "*i32", "p_accept_lens": "*i32"}
         sizes = {"Q": 33, "B": block, "BLOCK_B": triton.next_power_of_2(block)}
         compiled(accept_walk.accept_walk_kernel, 1, types, **sizes)
+    for q, block in ((8, 8), (33, 16), (129, 32)):
+        types = {"p_accept_index": "*i32", "p_accept_lens": "*i32"}
+        ptx = compiled(compact_kv.compact_kv_kernel, 4, types, Q=q, B=block, WORDS=256)
+        # 16 bytes a thread, and the order of rows kept by each thread for itself.
+        assert "ld.global.v2.b64" in ptx
+        assert "st.global.v2.b64" in ptx
+        assert "ld.shared" not in ptx
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The demo's own logic, without a server: what it counts, what it calls identical, and that nothing outlives it."""
+"""The demo's own logic, without a server: what it counts, what is identical, that nothing outlives it."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def test_a_dead_server_is_reported_with_the_end_of_its_log(tmp_path: Path) -> No
     log = tmp_path / "server.log"
     with (
         pytest.raises(DemoError, match=r"AR: server exited with \d+; log .*server.log"),
-        demo.serving("AR", {"no-such-flag": "1"}, False, log, Console(file=io.StringIO())),
+        demo.serving("AR", {"dtype": "float32"}, False, log, Console(file=io.StringIO())),
     ):
         pass
-    assert "no-such-flag" in log.read_text()
+    assert "required: --model-path" in log.read_text()
 
 
 def test_the_whole_process_group_ends() -> None:
-    code = "import subprocess, sys, time; subprocess.Popen(['sleep', '600']); print('up', flush=True); time.sleep(600)"
+    code = "import subprocess as s, time; s.Popen(['sleep', '600']); print('up', flush=True); time.sleep(600)"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdout is not None
     process.stdout.readline()

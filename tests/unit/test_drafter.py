@@ -213,11 +213,11 @@ def test_target_facts_of_flat_nested_and_looped_configs() -> None:
     assert target_facts(SimpleNamespace(**TEXT)).vocab_size == 64
 
 
-def test_target_without_sizes_is_refused() -> None:
-    with pytest.raises(
-        DrafterError, match=r"odd config.json: vocab_size: found None, wanted a positive integer; "
-    ):
-        target_facts({"hidden_size": 16, "num_hidden_layers": 8, "_name_or_path": "odd"})
+@pytest.mark.parametrize("size", [None, 0, "64"])
+def test_target_without_sizes_is_refused(size: Any) -> None:
+    wanted = f"odd config.json: vocab_size: found {size}, wanted a positive integer; "
+    with pytest.raises(DrafterError, match=wanted):
+        target_facts(TEXT | {"vocab_size": size, "_name_or_path": "odd"})
 
 
 # Paths.

@@ -170,7 +170,7 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] =
     "quantised": (
         {"quantization_config": {"quant_method": "compressed-tensors"}},
         {},
-        ("quantization_config", "compressed-tensors", "nothing", "bf16"),
+        ("quantization_config", "found compressed-tensors,", "nothing", "bf16"),
     ),
     "quantised by algorithm": (
         {"quantization_config": {"quant_algo": "W4A16_NVFP4"}},

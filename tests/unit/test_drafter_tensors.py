@@ -24,9 +24,7 @@ from drafter_files import (
 )
 from safetensors.torch import load_file, save_file
 
-from sglang_dflash.drafter import (
-    check_drafter,
-)
+from sglang_dflash.drafter import DrafterError, check_drafter
 
 
 @pytest.fixture
@@ -96,6 +94,7 @@ BAD_TENSORS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], tuple[str
         ("fc 96 wide", "48 wide", "fits 6 target_layer_ids, config.json lists 3"),
     ),
     "fc other width": (put("fc.weight", 16, 50), ("fc 50 wide", "[16, 50]", "48 wide", "one checkpoint")),
+    "fc flat": (put("fc.weight", 48), ("fc 48 wide", "[48]", "[16, 48]", "one checkpoint")),
     "twice": (put("model.fc.weight", 16, 48), ("fc.weight", "each tensor once")),
     "twice by alias": (put("encoder.fc.weight", 16, 48), ("fc.weight", "each tensor once")),
 }
@@ -187,6 +186,11 @@ def test_index_leaving_the_directory_is_refused(root: Path) -> None:
     assert_refused(root, INDEX, "fc.weight", f"../{root.name}", "a file beside the index")
 
 
+def test_index_naming_no_file_is_refused(root: Path) -> None:
+    write_index(root, {"fc.weight": 1})
+    assert_refused(root, INDEX, "fc.weight", "found 1,", "a file beside the index")
+
+
 def test_index_and_shards_must_agree(root: Path) -> None:
     weight_map = shard(root)
     write_index(root, weight_map | {"fc.weight": SHARDS[1]})
@@ -254,3 +258,11 @@ def test_fused_tensor_of_a_wrong_size_is_refused(root: Path) -> None:
     retensor(root, fused)
     retensor(root, put("layers.1.self_attn.qkv_proj.weight", 96, 16))
     assert_refused(root, WEIGHTS, "layers.1.self_attn.qkv_proj.weight", "[96, 16]", "wanted [64, 16]")
+
+
+def test_without_tensors_only_the_config_is_checked(root: Path) -> None:
+    (root / WEIGHTS).unlink()
+    assert check_drafter(root, TARGET, tensors=False).num_layers == LAYERS
+    edit(root, {"hidden_size": 24})
+    with pytest.raises(DrafterError, match="hidden_size: found 24"):
+        check_drafter(root, TARGET, tensors=False)

@@ -21,7 +21,7 @@ from sglang_dflash.tree import DraftTree, build_draft_tree
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("check", ["build_tree", "verify_mask", "accept_walk", "compile"])
+@pytest.mark.parametrize("check", ["build_tree", "verify_mask", "accept_walk", "compact_kv", "compile"])
 def test_kernel(check: str, tmp_path: Path) -> None:
     """In a process of its own: the interpreter is chosen when triton is first imported."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(tmp_path)}

@@ -1,7 +1,7 @@
 """Moving KV slot numbers between the request table and flat slot lists, and moving KV rows between slots.
 
-Shapes: `bs` requests; `req_to_token` is the request table `[rows, max_context]` (int32) whose entry `[r, p]` is the KV
-slot of position `p` of request row `r`.
+Shapes: `bs` requests; `req_to_token` is the request table `[rows, max_context]` (int32) whose entry `[r, p]`
+is the KV slot of position `p` of request row `r`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 
 
 def _ranges(start: torch.Tensor, end: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Flatten `[start[i], end[i])` over i: (owner i, position), both int64 `[sum of lengths]`; empty ranges vanish."""
+    """Flatten `[start[i], end[i])` over i: (owner i, position), both int64 `[sum of lengths]`; empty ranges
+    vanish."""
     lengths = (end - start).clamp(min=0).long()
     owner = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
     first = torch.cumsum(lengths, 0) - lengths
@@ -29,10 +30,12 @@ def assign_req_to_token_pool_cpu(
     out_cache_loc: torch.Tensor,
     pool_len: int,
 ) -> None:
-    """Write the packed slots `out_cache_loc` `[sum(end - start)]` into `req_to_token[r, start:end]` of each request.
+    """Write the packed slots `out_cache_loc` `[sum(end - start)]` into `req_to_token[r, start:end]` of each
+    request.
 
-    `req_pool_indices`, `start_offset`, `end_offset`: int `[bs]`. Twin of the Triton kernel `assign_req_to_token_pool`
-    (`srt/mem_cache/allocation.py`); `pool_len`, its row length, is implied by the table here.
+    `req_pool_indices`, `start_offset`, `end_offset`: int `[bs]`. Twin of the Triton kernel
+    `assign_req_to_token_pool` (`srt/mem_cache/allocation.py`); `pool_len`, its row length, is implied by the
+    table here.
     """
     owner, position = _ranges(start_offset, end_offset)
     rows = req_pool_indices.long()[owner]
@@ -47,7 +50,8 @@ def assign_extend_cache_locs_cpu(
     out_cache_loc: torch.Tensor,
     pool_len: int,
 ) -> None:
-    """The reverse of :func:`assign_req_to_token_pool_cpu`: pack `req_to_token[r, start:end]` into `out_cache_loc`.
+    """The reverse of :func:`assign_req_to_token_pool_cpu`: pack `req_to_token[r, start:end]` into
+    `out_cache_loc`.
 
     Twin of the Triton kernel `assign_extend_cache_locs` (`kernels/ops/speculative/cache_locs.py`).
     """
@@ -61,35 +65,23 @@ def fill_accept_out_cache_loc_cpu(
 ) -> None:
     """Pack the slots of the accepted nodes, in order, to the front of `accept_out_cache_loc`.
 
-    `accept_index`: int, any shape, node numbers into `out_cache_loc`, -1 where nothing was accepted. Twin of the
-    Triton kernel `fill_accept_out_cache_loc` (`kernels/ops/speculative/eagle.py`).
+    `accept_index`: int, any shape, node numbers into `out_cache_loc`, -1 where nothing was accepted. Twin of
+    the Triton kernel `fill_accept_out_cache_loc` (`kernels/ops/speculative/eagle.py`).
     """
     flat = accept_index.reshape(-1)
     nodes = flat[flat > -1].long()
     accept_out_cache_loc[: nodes.numel()] = out_cache_loc[nodes].to(accept_out_cache_loc.dtype)
 
 
-def fill_bonus_tokens_cpu(
-    accept_tokens: torch.Tensor, accept_lens: torch.Tensor, bonus_tokens: torch.Tensor, accept_stride: int
-) -> None:
-    """`bonus_tokens[i]` = the last accepted token of request i.
-
-    `accept_tokens`: `[bs * accept_stride]`, `accept_lens`: `[bs]`, at least 1 each. Twin of the Triton kernel
-    `fill_bonus_tokens` (`kernels/ops/speculative/eagle.py`).
-    """
-    bs = accept_lens.shape[0]
-    last = torch.arange(bs) * accept_stride + accept_lens.long() - 1
-    bonus_tokens[:bs] = accept_tokens.reshape(-1)[last].to(bonus_tokens.dtype)
-
-
 def copy_all_layer_kv_cache_cpu(
     data_ptrs: torch.Tensor, strides: torch.Tensor, tgt_loc: torch.Tensor, src_loc: torch.Tensor
 ) -> None:
-    """Copy KV rows `src_loc` onto rows `tgt_loc` in every buffer; all sources are read before anything is written.
+    """Copy KV rows `src_loc` onto rows `tgt_loc` in every buffer; all sources are read before anything is
+    written.
 
-    `data_ptrs`: uint64 `[buffers]`, the addresses of row-major buffers; `strides`: int `[buffers]`, bytes a row;
-    `tgt_loc`, `src_loc`: int `[n]`, a negative slot on either side drops the pair. Twin of the Triton kernel
-    `copy_all_layer_kv_cache_tiled` (`kernels/ops/kvcache/cache_move.py`).
+    `data_ptrs`: uint64 `[buffers]`, the addresses of row-major buffers; `strides`: int `[buffers]`, bytes a
+    row; `tgt_loc`, `src_loc`: int `[n]`, a negative slot on either side drops the pair. Twin of the Triton
+    kernel `copy_all_layer_kv_cache_tiled` (`kernels/ops/kvcache/cache_move.py`).
 
     Hazard: works on raw addresses, so rows outside the buffer are undefined behaviour, as upstream.
     """

@@ -1,7 +1,7 @@
 """Depthwise causal convolution of GDN layers: varlen prefill, and the step form for decode and verify.
 
-Shapes: `weight` `[dim, K]`, `bias` `[dim]` or None, states `[slots, dim, K-1]` holding the last K-1 inputs, oldest
-first. A negative slot marks a padded sequence: its output is zero and no state is touched.
+Shapes: `weight` `[dim, K]`, `bias` `[dim]` or None, states `[slots, dim, K-1]` holding the last K-1 inputs,
+oldest first. A negative slot marks a padded sequence: its output is zero and no state is touched.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def causal_conv1d_fn_cpu(
 ) -> torch.Tensor:
     """Prefill over packed sequences; `conv_states` is read where `has_initial_state` and always written.
 
-    `x`: `[dim, T]`; `query_start_loc`: int `[N + 1]`; `cache_indices`: int `[N]`; `has_initial_state`: bool `[N]`.
-    Returns `[dim, T]` in x's dtype. Twin of `causal_conv1d_fn` (`kernels/ops/mamba/causal_conv1d_triton.py`).
+    `x`: `[dim, T]`; `query_start_loc`: int `[N + 1]`; `cache_indices`: int `[N]`; `has_initial_state`: bool
+    `[N]`. Returns `[dim, T]` in x's dtype. Twin of `causal_conv1d_fn`
+    (`kernels/ops/mamba/causal_conv1d_triton.py`).
     """
     if conv_states is None or cache_indices is None or query_start_loc is None:
         raise ValueError(
@@ -58,7 +59,8 @@ def causal_conv1d_fn_cpu(
 
 
 def tree_parents(next_token: list[int], next_sibling: list[int]) -> list[int]:
-    """Parent of every node of one tree from its first-child / next-sibling links (-1 = none); 0 for unlinked nodes."""
+    """Parent of every node of one tree from its first-child / next-sibling links (-1 = none); 0 for unlinked
+    nodes."""
     parent = [0] * len(next_token)
     for node, (child, sibling) in enumerate(zip(next_token, next_sibling, strict=True)):
         if child != -1:
@@ -69,7 +71,8 @@ def tree_parents(next_token: list[int], next_sibling: list[int]) -> list[int]:
 
 
 def _tree_columns(parent: torch.Tensor, width: int) -> torch.Tensor:
-    """Columns of `[history | tokens]` each node convolves, oldest first: `[B, T, width]` from parents `[B, T]`.
+    """Columns of `[history | tokens]` each node convolves, oldest first: `[B, T, width]` from parents `[B,
+    T]`.
 
     Past the root the walk steps back through the history, one column at a time.
     """
@@ -97,11 +100,11 @@ def causal_conv1d_update_cpu(
 ) -> torch.Tensor:
     """Step form: `T` new tokens a sequence, as a chain, or as a tree when links are given.
 
-    `x`: `[B, dim]` or `[B, dim, T]`; `conv_state_indices`: int `[B]`. `intermediate_conv_window`
-    `[rows, steps, dim, K-1]` receives, at row `intermediate_state_indices[i]`, the window after each token.
-    `retrieve_next_token`, `retrieve_next_sibling`: int `[B, T]` links; with them `retrieve_parent_token` `[B, T]` is
-    filled for the GDN op that follows. The pool state always rolls forward over all T tokens, tree or not, as
-    upstream's does. Returns x's shape and dtype.
+    `x`: `[B, dim]` or `[B, dim, T]`; `conv_state_indices`: int `[B]`. `intermediate_conv_window` `[rows,
+    steps, dim, K-1]` receives, at row `intermediate_state_indices[i]`, the window after each token.
+    `retrieve_next_token`, `retrieve_next_sibling`: int `[B, T]` links; with them `retrieve_parent_token` `[B,
+    T]` is filled for the GDN op that follows. The pool state always rolls forward over all T tokens, tree or
+    not, as upstream's does. Returns x's shape and dtype.
 
     Hazard: the output keeps x's strides, because the caller views its transpose (`gdn_backend.py`).
 

@@ -39,10 +39,11 @@ def _mix(h: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 def murmur_hash32_cpu(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:
     """MurmurHash3 (32 bit) of (seed low, seed high, position, column), the noise of seeded sampling.
 
-    `seed`: int64/uint64 `[n]`; `positions`: int `[n]`; `col_indices`: int `[m]`. Returns uint32 `[n, m]`, bit for bit
-    what the Triton kernel `murmur_hash32_kernel` (`kernels/ops/sampling/murmur_hash.py`) gives.
+    `seed`: int64/uint64 `[n]`; `positions`: int `[n]`; `col_indices`: int `[m]`. Returns uint32 `[n, m]`, bit
+    for bit what the Triton kernel `murmur_hash32_kernel` (`kernels/ops/sampling/murmur_hash.py`) gives.
 
-    int64 arithmetic wraps modulo 2**64, and the low 32 bits of a wrapped product are right, so masking is enough.
+    int64 arithmetic wraps modulo 2**64, and the low 32 bits of a wrapped product are right, so masking is
+    enough.
     """
     seed = seed.to(torch.int64).unsqueeze(1)
     h = torch.zeros_like(seed)

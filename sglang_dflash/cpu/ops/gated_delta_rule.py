@@ -33,7 +33,8 @@ def fused_gdn_gating_cpu(
 def _prepare(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, l2norm: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """fp32 `[T, HV, K]`, `[T, HV, K]`, `[T, HV, V]`: heads expanded, q and k normalised, q scaled by K ** -0.5."""
+    """fp32 `[T, HV, K]`, `[T, HV, K]`, `[T, HV, V]`: heads expanded, q and k normalised, q scaled by K **
+    -0.5."""
     q, k, v = (x.reshape(-1, *x.shape[-2:]).float() for x in (q, k, v))
     if l2norm:
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
@@ -53,7 +54,8 @@ def _pad(cu_seqlens: torch.Tensor, multiple: int = 1) -> tuple[torch.Tensor, tor
 
 
 def _gather(x: torch.Tensor, token: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """Packed `[tokens, HV, ...]` to padded `[N, HV, T, ...]`; zero in the padding, which leaves a state unchanged."""
+    """Packed `[tokens, HV, ...]` to padded `[N, HV, T, ...]`; zero in the padding, which leaves a state
+    unchanged."""
     padded = x[token] * real.view(*real.shape, *[1] * (x.dim() - 1))
     return padded.transpose(1, 2)
 
@@ -109,10 +111,12 @@ def chunk_gated_delta_rule_cpu(
     """Prefill: run every sequence from its state slot and write the final state back in place.
 
     `g` (log decay) and `beta`: `[1, T, HV]`; `initial_state`: the pool; `initial_state_indices`: int `[N]`.
-    Returns (out `[1, T, HV, V]` in v's dtype, the pool, chunk-start states `[1, chunks, HV, V, K]` fp32): the state
-    before each 64-token chunk, sequence after sequence, which SGLang copies out to track prefixes of hybrid models.
+    Returns (out `[1, T, HV, V]` in v's dtype, the pool, chunk-start states `[1, chunks, HV, V, K]` fp32): the
+    state before each 64-token chunk, sequence after sequence, which SGLang copies out to track prefixes of
+    hybrid models.
 
-    Twin of `chunk_gated_delta_rule` (`kernels/ops/attention/fla/chunk.py`). Raises ValueError for `head_first`.
+    Twin of `chunk_gated_delta_rule` (`kernels/ops/attention/fla/chunk.py`). Raises ValueError for
+    `head_first`.
     """
     if head_first:
         raise ValueError(
@@ -164,16 +168,16 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
 ) -> torch.Tensor:
     """Step form: decode (one token a sequence) and target verify (a chain, or a tree when parents are given).
 
-    `a`, `b`: `[T, HV]` gate inputs (see :func:`fused_gdn_gating_cpu`). `intermediate_states_buffer`:
-    `[rows, cache_steps, HV, V, K]`, receives the state after every token at row `intermediate_state_indices[n]`.
-    `retrieve_parent_token`: int `[N, D]`; token t > 0 starts from the snapshot of its parent instead of from t - 1.
-    `disable_state_update` leaves the pool alone (the accepted snapshot is committed later).
-    Returns `[1, T, HV, V]` in v's dtype.
+    `a`, `b`: `[T, HV]` gate inputs (see :func:`fused_gdn_gating_cpu`). `intermediate_states_buffer`: `[rows,
+    cache_steps, HV, V, K]`, receives the state after every token at row `intermediate_state_indices[n]`.
+    `retrieve_parent_token`: int `[N, D]`; token t > 0 starts from the snapshot of its parent instead of from
+    t - 1. `disable_state_update` leaves the pool alone (the accepted snapshot is committed later). Returns
+    `[1, T, HV, V]` in v's dtype.
 
     Twin of the Triton op of the same name without `_cpu`
-    (`kernels/ops/attention/linear/fused_sigmoid_gating_recurrent.py`). Like it, a tree node reads its parent's
-    snapshot in the buffer's precision, and a sequence without a snapshot row (index < 0) runs as a chain.
-    Raises ValueError for `is_kda`, whose gate is a vector.
+    (`kernels/ops/attention/linear/fused_sigmoid_gating_recurrent.py`). Like it, a tree node reads its
+    parent's snapshot in the buffer's precision, and a sequence without a snapshot row (index < 0) runs as a
+    chain. Raises ValueError for `is_kda`, whose gate is a vector.
     """
     if is_kda:
         raise ValueError(

@@ -44,8 +44,8 @@ def fused_qk_gemma_rmsnorm_with_gate_cpu(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As :func:`fused_qk_gemma_rmsnorm_cpu` with q and its output gate interleaved a head.
 
-    `q_gate`: `[T, num_heads * 2 * head_dim]`, each head `[q | gate]`. Returns q `[T * num_heads, head_dim]`, k, and
-    the raw gate `[T, num_heads * head_dim]`.
+    `q_gate`: `[T, num_heads * 2 * head_dim]`, each head `[q | gate]`. Returns q `[T * num_heads, head_dim]`,
+    k, and the raw gate `[T, num_heads * head_dim]`.
     """
     tokens = q_gate.shape[0]
     q, gate = q_gate.reshape(tokens, num_heads, 2 * head_dim).split(head_dim, -1)
@@ -54,10 +54,11 @@ def fused_qk_gemma_rmsnorm_with_gate_cpu(
 
 
 def rms_norm_gated_forward(self: Any, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
-    """`forward` of SGLang's gated RMSNorm: `rms(x) * weight * act(z)`, or the gate first if not `norm_before_gate`.
+    """`forward` of SGLang's gated RMSNorm: `rms(x) * weight * act(z)`, or the gate first if not
+    `norm_before_gate`.
 
-    `x`, `z`: `[..., hidden]`. `self` is `kernels/ops/attention/fla/layernorm_gated.py::RMSNorm`, whose Triton form
-    this stands for. Raises ValueError for grouped norms, which no supported model uses.
+    `x`, `z`: `[..., hidden]`. `self` is `kernels/ops/attention/fla/layernorm_gated.py::RMSNorm`, whose Triton
+    form this stands for. Raises ValueError for grouped norms, which no supported model uses.
     """
     if self.group_size is not None:
         raise ValueError(f"gated RMSNorm on CPU: group_size {self.group_size} found, wanted None")
@@ -85,11 +86,12 @@ def table_qk_norm_rope_(
     head_dim: int,
     eps: float,
 ) -> None:
-    """In place on the fused projection: RMS norm of each q and k head, then rotate halves (neox). V is untouched.
+    """In place on the fused projection: RMS norm of each q and k head, then rotate halves (neox). V is
+    untouched.
 
     `qkv`: `[T, (q heads + k heads + v heads) * head_dim]`; `positions`: int `[T]`; `cos_sin_cache`:
-    `[max_position, head_dim]`, cos in the first half of each row, sin in the second. Twin of the Triton op of the
-    same name (`kernels/ops/attention/table_qk_norm_rope.py`), which the DFlash draft model calls.
+    `[max_position, head_dim]`, cos in the first half of each row, sin in the second. Twin of the Triton op of
+    the same name (`kernels/ops/attention/table_qk_norm_rope.py`), which the DFlash draft model calls.
     """
     if qkv.shape[0] == 0:
         return

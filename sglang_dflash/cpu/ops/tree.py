@@ -21,10 +21,11 @@ def verify_tree_greedy_cpu(
 ) -> None:
     """Greedy accept walk: from the root follow the child whose token is the target's argmax, else stop.
 
-    `candidates`, `retrive_*`: int `[bs, D]` (the spelling is upstream's schema); `retrive_index` holds each node's row
-    in the flat batch; `target_predict`: `[bs, D]` argmax of each node. Outputs, in place: `predicts` (flat) at every
-    accepted row, `accept_index` `[bs, S]` rows of the accepted path including the root (entries past its end are left
-    alone), `accept_token_num` `[bs]` accepted drafts, root not counted. At most `S - 1` drafts are accepted.
+    `candidates`, `retrive_*`: int `[bs, D]` (the spelling is upstream's schema); `retrive_index` holds each
+    node's row in the flat batch; `target_predict`: `[bs, D]` argmax of each node. Outputs, in place:
+    `predicts` (flat) at every accepted row, `accept_index` `[bs, S]` rows of the accepted path including the
+    root (entries past its end are left alone), `accept_token_num` `[bs]` accepted drafts, root not counted.
+    At most `S - 1` drafts are accepted.
 
     Twin of `verify_tree_greedy_kernel_triton` (`kernels/ops/speculative/spec_tree.py`).
     """
@@ -60,8 +61,9 @@ def reconstruct_indices_from_tree_mask(
     """Recover positions and links from an ancestor mask (NGRAM drafts give only the mask).
 
     `tree_mask`: bool/int, `batch_size * D * D`; entry `[i, j]` says node j is node i or one of its ancestors.
-    `verified_seq_len`: int `[bs]`. Outputs in place, `bs * D` each: `positions` = prefix + depth, `retrive_index` =
-    flat row, links as in the module docstring. Twin of `sgl_kernel.speculative.reconstruct_indices_from_tree_mask`.
+    `verified_seq_len`: int `[bs]`. Outputs in place, `bs * D` each: `positions` = prefix + depth,
+    `retrive_index` = flat row, links as in the module docstring. Twin of
+    `sgl_kernel.speculative.reconstruct_indices_from_tree_mask`.
     """
     d = draft_token_num
     node = torch.arange(d)

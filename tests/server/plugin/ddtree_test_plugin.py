@@ -5,6 +5,7 @@ A control file (``DDTREE_TEST_CONTROL``, JSON, read again whenever it changes) s
   calibrated draft: the true token sits at a random rank of its depth and is absent ``miss`` of the time.
 - ``break``: one deliberate mistake (see ``BREAKS``); the tests must notice each.
 - ``trace``: a file that receives one JSON line a request and step.
+- ``logits``: a folder that receives one file a request and step: the tree and the logits of every node.
 - ``full_mask``: verify with FULL_MASK instead of the platform's mask mode.
 """
 
@@ -112,10 +113,13 @@ def instrument(worker_class):
         return mask, positions
 
     @around(worker_class, "_accept")
-    def _accept(self, original, step, tree, *args):
-        accepted, tokens = original(self, step, tree, *args)
+    def _accept(self, original, step, tree, verify_input, output, *args):
+        output_logits = output.logits_output.next_token_logits.clone()  # accepting changes them in place
+        accepted, tokens = original(self, step, tree, verify_input, output, *args)
         if control["trace"]:
             trace(step, tree, accepted)
+        if control["logits"]:
+            save_logits(step, tree, output_logits)
         return accepted, tokens
 
     @around(worker_class, "_append_draft_kv")
@@ -148,6 +152,19 @@ def instrument(worker_class):
     patch("compact_target_kv", compact_target_kv)
     patch("compact_hidden", compact_hidden)
     patch("commit_recurrent_state", commit_recurrent_state)
+
+    def save_logits(step, tree, logits):
+        logits = logits.view(step.batch_size, tree.num_nodes + 1, -1)
+        for i, req in enumerate(step.batch.reqs):
+            record = {
+                "prompt": list(req.origin_input_ids),
+                "prefix": int(step.prefix_lens[i]),
+                "tokens": tree.tokens[i].tolist(),
+                "parents": tree.parents[i].tolist(),
+                "logits": logits[i].clone(),
+            }
+            now["saved"] = now.get("saved", 0) + 1
+            torch.save(record, os.path.join(control["logits"], f"{now['saved']}.pt"))
 
     def trace(step, tree, accepted):
         ids, log_probs = now["raw"]

@@ -1,0 +1,95 @@
+"""Small pools and a small context: requests that run into the limit inside a block, are retracted, prefill in chunks."""
+
+from __future__ import annotations
+
+import pytest
+from cases import limited_cases
+from configs import CONTEXT, on
+
+crowded = on("crowded-dense-page-16", "crowded-no-buffer", "crowded-lazy")
+WIDTH = 32
+
+
+@pytest.fixture
+def to_the_limit(served):
+    server, texts = served
+    cases = limited_cases(texts.target.name, CONTEXT, count=16)
+    server.control(truths=[c.text for c in cases])
+    return cases
+
+
+def check(server, cases, at_once):
+    """Every answer is transformers' up to the context limit; upstream ends one token early on some paths."""
+    server.start_trace()
+    outputs = server.generate_all([(c.prompt, CONTEXT - len(c.prompt)) for c in cases], at_once)
+    for output, case in zip(outputs, cases, strict=True):
+        length = CONTEXT - len(case.prompt)
+        assert len(output["output_ids"]) in (length, length - 1)
+        assert output["output_ids"] == case.answer[: len(output["output_ids"])], f"prompt of {len(case.prompt)} tokens"
+        assert output["meta_info"]["finish_reason"]["type"] == "length"
+    return server.trace()
+
+
+@crowded
+def test_one_at_a_time(served, to_the_limit):
+    server, _ = served
+    steps = check(server, to_the_limit[:8], 1)
+    assert max(len(step["path"]) for step in steps) > 8
+    # Windows and accepted paths reached past the context.
+    assert sum(step["prefix"] + WIDTH > CONTEXT for step in steps) >= 8
+    assert any(step["prefix"] + len(step["path"]) >= CONTEXT for step in steps)
+
+
+@crowded
+@pytest.mark.parametrize("at_once", [4, 8])
+def test_many_at_once(served, to_the_limit, at_once):
+    server, _ = served
+    steps = check(server, to_the_limit, at_once)
+    assert max(step["batch"] for step in steps) >= at_once - 1
+
+
+@crowded
+def test_retraction(served, to_the_limit):
+    server, _ = served
+    for _ in range(3):
+        server.flush()
+        check(server, to_the_limit, 8)
+        if "Retract requests" in server.log.read_text():
+            break
+    assert "Retract requests" in server.log.read_text()
+
+
+@crowded
+def test_chunked_prefill(served, to_the_limit):
+    server, _ = served
+    server.flush()
+    before = server.log.read_text().count("Prefill batch")
+    longest = [c for c in to_the_limit if len(c.prompt) > 3 * 64][:2] or to_the_limit[-2:]
+    check(server, longest, 2)
+    # Chunks of 64: more prefill batches than requests.
+    assert server.log.read_text().count("Prefill batch") - before > len(longest)
+
+
+@crowded
+def test_short_requests_beside_long_ones(served, to_the_limit):
+    server, texts = served
+    short = [c for c in texts.cases[:16] if len(c.prompt) < 60][:6]
+    server.control(truths=[c.text for c in [*to_the_limit, *short]])
+    jobs = []
+    for long, brief in zip(to_the_limit, short, strict=False):
+        jobs += [(long.prompt, CONTEXT - len(long.prompt) - 1), (brief.prompt, 30)]
+    outputs = server.generate_all(jobs, 8)
+    for output, (prompt, length) in zip(outputs, jobs, strict=True):
+        case = next(c for c in [*to_the_limit, *short] if c.prompt == prompt)
+        assert output["output_ids"] == case.answer[:length]
+
+
+@on("crowded-no-buffer")  # started to return hidden states, and without overlap: SGLang itself does not refuse
+def test_hidden_states_are_refused(served, to_the_limit):
+    server, _ = served
+    case = to_the_limit[0]
+    body = {"input_ids": case.prompt, "sampling_params": {"max_new_tokens": 4}, "return_hidden_states": True}
+    answer = server.post("/generate", body)
+    assert answer.status_code == 400
+    assert "return_hidden_states" in answer.text
+    assert server.generate(case.prompt, 8)["output_ids"] == case.answer[:8]

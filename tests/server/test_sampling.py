@@ -1,0 +1,80 @@
+"""Sampled text of a tree server: its distribution is the target's, and a seed gives plain decoding's text."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from cases import pair
+from configs import SEEDED, on
+from harness import Server
+from statistics_checks import excess
+
+DRAWS, BATCH = 3000, 100
+
+
+@on("dense")
+def test_joint_distribution(served, forward):
+    server, texts = served
+    case = texts.cases[8]
+    length, sampling = 3, {"temperature": 1.0, "top_k": 3}
+    wanted = forward.joint(texts.target, case.prompt, length, **sampling)
+    params = sampling | {"max_new_tokens": length, "ignore_eos": True}
+    server.control(miss=0.01)
+    server.start_trace()
+
+    def draw(_):
+        body = {"input_ids": [case.prompt] * BATCH, "sampling_params": params}
+        return [tuple(answer["output_ids"]) for answer in server.post("/generate", body).json()]
+
+    batches = server.in_parallel(draw, range(DRAWS // BATCH), 2)
+    counts = Counter(text for batch in batches for text in batch)
+    assert sum(counts.values()) == DRAWS
+    assert sum(len(step["path"]) > 1 for step in server.trace()) > DRAWS / 10  # not only roots were sampled
+    assert excess(counts, wanted) < 6
+
+
+SAMPLINGS = (
+    {"temperature": 0.8},
+    {"temperature": 1.2, "top_k": 20},
+    {"temperature": 1.0, "top_p": 0.8},
+    {"temperature": 0.7, "top_k": 8, "top_p": 0.9},
+)
+SEEDS = (0, 1, 123456789)
+
+
+@pytest.fixture(scope="module")
+def seeded_texts(tmp_path_factory):
+    """(setting, seed, prompt) -> text, from a server without speculation and twice from a tree server."""
+    texts = pair("dense", shared=4)
+
+    def run(name, drafter, *options):
+        with Server(tmp_path_factory.mktemp(name), texts.target, drafter, *SEEDED, *options) as server:
+            server.control(truths=texts.truths)
+            yield lambda at_once: dict(zip(jobs, server.in_parallel(lambda job: answer(server, job), jobs, at_once)))
+            server.assert_healthy()
+
+    def answer(server, job):
+        sampling, seed, prompt = job
+        params = SAMPLINGS[sampling] | {"sampling_seed": seed}
+        return tuple(server.generate(texts.cases[prompt].prompt, 40, sampling=params)["output_ids"])
+
+    jobs = [(s, seed, p) for s in range(len(SAMPLINGS)) for seed in SEEDS for p in (2, 7, 9)]
+    (plain,) = [ask(4) for ask in run("plain", None)]
+    ((alone, batched),) = [(ask(1), ask(4)) for ask in run("tree", texts.drafter, "--speculative-ddtree-budget", "24")]
+    return plain, alone, batched
+
+
+def test_a_seed_gives_the_text_of_plain_decoding(seeded_texts):
+    plain, alone, _ = seeded_texts
+    assert alone == plain
+
+
+def test_a_seed_gives_the_same_text_in_a_batch(seeded_texts):
+    _, alone, batched = seeded_texts
+    assert batched == alone
+
+
+def test_seeds_differ(seeded_texts):
+    plain, _, _ = seeded_texts
+    assert len(set(plain.values())) == len(plain)
