@@ -24,6 +24,8 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("pp_size", lambda v: v == 1, "1", "pipeline stages do not share the drafted tree"),
     ("attn_dp_size", lambda v: v in (None, 1), "1", "idle data-parallel ranks do not take part in a tree step"),
     ("enable_dp_attention", lambda v: not v, "off", "idle data-parallel ranks do not take part in a tree step"),
+    ("dcp_size", lambda v: v == 1, "1", "a context split over ranks is not checked under a tree mask"),
+    ("attn_cp_size", lambda v: v == 1, "1", "a context split over ranks is not checked under a tree mask"),
     ("disaggregation_mode", lambda v: v == "null", "null", "the decode side cannot rebuild the drafter's KV"),
     ("speculative_draft_window_size", lambda v: v is None, "unset", "the compact draft cache is chain-only"),
     ("enable_pdmux", lambda v: not v, "off", "multiplexed streams replay other graphs than the tree's"),
@@ -37,8 +39,18 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("speculative_accept_threshold_single", lambda v: v in (None, 1.0), "1.0", "a lower threshold is not lossless"),
     ("speculative_accept_threshold_acc", lambda v: v in (None, 1.0), "1.0", "a lower threshold is not lossless"),
     ("linear_attn_backend", lambda v: v in (None, "triton"), "triton", "only it verifies trees on linear attention"),
-    ("linear_attn_decode_backend", lambda v: v in (None, "triton"), "triton", "only it verifies linear-attention trees"),
-    ("linear_attn_verify_backend", lambda v: v in (None, "triton"), "triton", "only it verifies linear-attention trees"),
+    (
+        "linear_attn_decode_backend",
+        lambda v: v in (None, "triton"),
+        "triton",
+        "only it verifies linear-attention trees",
+    ),
+    (
+        "linear_attn_verify_backend",
+        lambda v: v in (None, "triton"),
+        "triton",
+        "only it verifies linear-attention trees",
+    ),
 )
 
 #: Fields that choose an attention backend the verify pass may run on.
@@ -180,6 +192,16 @@ def refuse_unsupported(cfg: Any) -> None:
         )
 
 
+def check_track_interval(cfg: Any, tree: TreeConfig) -> None:
+    """Raise ValueError when one step could pass two tracked states; upstream only asserts it, without a word."""
+    interval = cfg.mamba_track_interval
+    if cfg.mamba_radix_cache_strategy != "no_buffer" and interval is not None and interval < tree.width:
+        raise ValueError(
+            f"--mamba-track-interval: found {interval}, want at least {tree.width}, the tree's verify width: a step "
+            "tracks one state; raise it, or lower --speculative-ddtree-budget."
+        )
+
+
 def resolve_pipeline(original: Callable, server_args: Any) -> None:
     """AROUND hook of ``run_resolution_pipeline``: declare the tree before anything reads it."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
@@ -192,6 +214,7 @@ def resolve_pipeline(original: Callable, server_args: Any) -> None:
         assert_hooks_applied()
         refuse_unsupported(cfg)
         tree = resolve_tree(cfg)
+        check_track_interval(cfg, tree)
         backend = choose_attention(cfg)
         if cfg.attention_backend is None:
             logger.info("DDTree: attention backend %s (the one whose tree verification is checked).", backend)

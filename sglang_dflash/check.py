@@ -94,9 +94,7 @@ def check_versions(report: Report, platform: str) -> None:
     table = report.table("Versions", "package", "found", "wanted", "state")
     wanted = pins("sglang") if platform == "cuda" else pins(DISTRIBUTION, "cpu")
     rows: list[tuple[str, str | None, bool]] = [("sglang", contract.SGLANG_VERSION, True)]
-    rows += [
-        (name, wanted.get(name), cuda if platform == "cuda" else cpu) for name, cuda, cpu in _SERVED_WITH
-    ]
+    rows += [(name, wanted.get(name), cuda if platform == "cuda" else cpu) for name, cuda, cpu in _SERVED_WITH]
     for name, pin, needed in rows:
         found = installed(name)
         # A local part (+cu130, +cpu) says how it was built, not which version it is.
@@ -177,7 +175,7 @@ def check_entry_points(report: Report, platform: str) -> None:
             problem = next(_filters(name, platform), None)
         value = points[0].value if points else "-"
         table.add_row(group, name, value, "[green]ok" if problem is None else f"[red]{problem}")
-        if problem is not None:
+        if problem is not None and problem not in report.problems:  # one variable can switch off both
             report.problems.append(problem)
     if os.environ.get("SGLANG_DFLASH", "").lower() in ("off", "0", "false"):
         report.notes.append("SGLANG_DFLASH=off: DFLASH is stock SGLang's chain, the tree flags are absent.")
@@ -209,8 +207,7 @@ def _filters(name: str, platform: str) -> Iterator[str]:
     # SGLANG_PLUGINS also filters platforms, as long as SGLANG_PLATFORM does not name one.
     if allowed and name not in allowed and not (is_platform and selected):
         yield (
-            f"SGLANG_PLUGINS: found {','.join(sorted(allowed))}, want {name} among them; add it, or unset "
-            "the variable"
+            f"SGLANG_PLUGINS: found {','.join(sorted(allowed))}, want {name} among them; add it, or unset the variable"
         )
     # A selected platform switches off the plugins of every distribution that brings another one.
     if selected and selected != PLATFORM[1]:

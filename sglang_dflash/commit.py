@@ -82,9 +82,7 @@ def compact_target_kv(batch: Any, accepted: AcceptedPaths, allocator: Any) -> No
     if rows is not None:
         compact_kv(rows, batch.out_cache_loc, accepted.accept_index, accepted.accept_lens)
     else:
-        move_accept_tokens_to_target_kvcache(
-            batch, accepted.accept_index, accepted.accept_lens - 1, allocator
-        )
+        move_accept_tokens_to_target_kvcache(batch, accepted.accept_index, accepted.accept_lens - 1, allocator)
 
 
 def follows_window(accepted: AcceptedPaths, window_rows: int) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -68,7 +69,11 @@ NEEDS: tuple[Need, ...] = (
     # configuration
     Need("srt.arg_groups.overrides:declare_resolution", ("server_args", "source"), "publish the tree's values"),
     Need("srt.arg_groups.model_override_base:resolving_view", ("server_args",), "read values under resolution"),
-    Need("srt.arg_groups.model_override_base:model_config_of", ("server_args",), "the target's facts for the drafter check"),
+    Need(
+        "srt.arg_groups.model_override_base:model_config_of",
+        ("server_args",),
+        "the target's facts for the drafter check",
+    ),
     Need("srt.runtime_context:get_spec", (), "published values; override() around upstream's chain-sized init"),
     Need("srt.runtime_context:max_speculative_num_draft_tokens", (), "widest verify"),
     # the worker we subclass
@@ -139,6 +144,11 @@ NEEDS: tuple[Need, ...] = (
         ("batch", "accept_index", "num_correct_drafts", "token_to_kv_pool_allocator"),
         "KV compaction",
     ),
+    Need("srt.mem_cache.memory_pool:MHATokenToKVPool.move_kv_cache", ("tgt_loc", "src_loc"), "our kernel's stand-in"),
+    Need(
+        "srt.mem_cache.memory_pool:MHATokenToKVPool.is_quantized_kv_cache", ("self",), "pools our kernel leaves alone"
+    ),
+    Need("srt.mem_cache.memory_pool:HybridLinearKVPool.move_kv_cache", ("tgt_loc", "src_loc"), "as its full_kv_pool"),
     Need(
         "srt.speculative.spec_utils:build_grammar_vocab_mask",
         ("reqs", "tree", "sampling_info", "device", "barrier"),
@@ -174,7 +184,9 @@ NEEDS: tuple[Need, ...] = (
         ("self", "num_tokens"),
         "overridden: the graph is captured with a mask",
     ),
-    Need("srt.model_executor.model_runner:ModelRunner._decode_cuda_graph_runner_cls", ("self",), "replaced on the target"),
+    Need(
+        "srt.model_executor.model_runner:ModelRunner._decode_cuda_graph_runner_cls", ("self",), "replaced on the target"
+    ),
     Need("srt.layers.attention.verify_mask:VerifyMask", ("buffer", "mode", "max_bs"), "mask buffer written in place"),
     Need("srt.layers.attention.triton_backend:TritonAttnBackend.verify_mask", ("self",), "the graph's mask buffer"),
     Need("srt.platforms.interface:PlatformCapabilities", (), "CPU platform"),
@@ -198,8 +210,17 @@ def _module(root: Path, dotted: str) -> ast.Module | None:
     return None
 
 
+def _scope(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of one scope, those under its conditions included; not what functions or classes hold."""
+    for node in body:
+        yield node
+        for name in ("body", "handlers", "orelse", "finalbody"):
+            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                yield from _scope(getattr(node, name, []))
+
+
 def _find(body: list[ast.stmt], name: str) -> ast.stmt | None:
-    for node in ast.walk(ast.Module(body=body, type_ignores=[])) if body else ():
+    for node in _scope(body):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name == name:
             return node
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == name:
@@ -228,7 +249,7 @@ def _check_one(root: Path, need: Need) -> Drift | None:
     body: list[ast.stmt] = tree.body
     node: ast.stmt | None = None
     for part in qualname.split("."):
-        node = next((n for n in body if getattr(n, "name", None) == part), None) or _find(body, part)
+        node = _find(body, part)
         if node is None:
             return Drift(need, f"{part} not found")
         body = node.body if isinstance(node, ast.ClassDef) else []

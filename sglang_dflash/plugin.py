@@ -35,18 +35,23 @@ def _off() -> bool:
 
 def register() -> None:
     """``sglang.srt.plugins`` entry point, called once in every SGLang process."""
-    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
-        from sglang_dflash.cpu.hooks import register_hooks
+    try:
+        if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+            from sglang_dflash.cpu.hooks import register_hooks
 
-        register_hooks()
-    if _off():
-        logger.info("SGLANG_DFLASH=off: DFLASH is stock SGLang's.")
-        return
-    drifts = contract.check()
-    if drifts:
-        _refuse_dflash(drifts)
-        return
-    _install_hooks()
+            register_hooks()
+        if _off():
+            logger.info("SGLANG_DFLASH=off: DFLASH is stock SGLang's.")
+            return
+        drifts = contract.check()
+        if not drifts:
+            _install_hooks()
+            return
+        reason = "; ".join(map(str, drifts))
+    except Exception as error:  # SGLang would only log it, and serve the chain
+        logger.exception("sglang-dflash did not load.")
+        reason = f"{type(error).__name__}: {error}"
+    _refuse_dflash(reason)
 
 
 def _hook(target: str, hook: Callable, kind: str) -> None:
@@ -121,11 +126,11 @@ def _is_wrapped(target: str) -> bool:
     return hasattr(getattr(pkgutil.resolve_name(owner), name), "__wrapped__")
 
 
-def _refuse_dflash(drifts: list[contract.Drift]) -> None:
+def _refuse_dflash(reason: str) -> None:
     message = (
-        f"sglang-dflash: this SGLang differs from {contract.SGLANG_VERSION}, DFLASH is refused: "
-        f"{'; '.join(map(str, drifts))}. Install sglang=={contract.SGLANG_VERSION}, or set SGLANG_DFLASH=off for "
-        "stock DFLASH."
+        f"sglang-dflash: DFLASH is refused, this installation is not the one it was written for: {reason}. Install "
+        f"sglang=={contract.SGLANG_VERSION} (python -m sglang_dflash.check says what is off), or set SGLANG_DFLASH=off "
+        "for stock DFLASH."
     )
     logger.error(message)
 

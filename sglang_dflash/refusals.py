@@ -43,6 +43,10 @@ def reason_to_refuse(req: Any, *, deterministic: bool) -> str | None:
         return f"DDTree does not serve return_hidden_states yet: found True, want False; {_RETRY}."
     if getattr(req, "return_sampling_mask", False):
         return f"DDTree does not serve return_sampling_mask yet: found True, want False; {_RETRY}."
+    # Captured a KV slot, and compaction moves the KV alone (state_capturer/base.py).
+    for name in ("return_routed_experts", "return_indexer_topk"):
+        if getattr(req, name, False):
+            return f"DDTree does not serve {name} yet: found True, want False; {_RETRY}."
     if getattr(req, "input_embeds", None) is not None:
         return f"DDTree does not serve input_embeds yet: found some, want input_ids; {_RETRY}."
     return None

@@ -36,9 +36,7 @@ class KVRows:
     def of(cls, buffers: Sequence[Tensor]) -> KVRows:
         """Raises ValueError when a buffer is not contiguous, not aligned, or not on the others' device."""
         if not buffers:
-            raise ValueError(
-                "buffers is empty, expected K and V of at least one layer: pass the pool's buffers"
-            )
+            raise ValueError("buffers is empty, expected K and V of at least one layer: pass the pool's buffers")
         device, words = buffers[0].device, []
         for number, buffer in enumerate(buffers):
             row_bytes = buffer[:1].numel() * buffer.element_size()
@@ -57,9 +55,7 @@ class KVRows:
             words.append(row_bytes // 8)
         return cls(
             buffers=tuple(buffers),
-            addresses=torch.tensor(
-                [buffer.data_ptr() for buffer in buffers], dtype=torch.int64, device=device
-            ),
+            addresses=torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64, device=device),
             row_words=torch.tensor(words, dtype=torch.int64, device=device),
             widest=max(words),
         )
@@ -131,9 +127,7 @@ def _validate(rows: KVRows, slots: Tensor, accept_index: Tensor, accept_lens: Te
         )
     for name, tensor in (("slots", slots), ("accept_index", accept_index), ("accept_lens", accept_lens)):
         if not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} has strides {tensor.stride()}, expected contiguous: call .contiguous() on it"
-            )
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected contiguous: call .contiguous() on it")
         if tensor.device != rows.addresses.device:
             raise ValueError(f"{name} is on {tensor.device}, expected {rows.addresses.device}: move it there")
     return q

@@ -24,7 +24,9 @@ class Server:
 
     next_port = 31000
 
-    def __init__(self, name: str, work: Path, options: list[str], *, plugin: bool = True):
+    def __init__(
+        self, name: str, work: Path, options: list[str], *, plugin: bool = True, env: dict[str, str] | None = None
+    ):
         self.name, Server.next_port = name, Server.next_port + 37
         self.work = work / name
         self.work.mkdir(parents=True, exist_ok=True)
@@ -33,7 +35,7 @@ class Server:
         self.control()
         port = Server.next_port
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600)
-        env = os.environ | {"DDTREE_TEST_CONTROL": str(self.control_file), "PYTHONUNBUFFERED": "1"}
+        env = os.environ | {"DDTREE_TEST_CONTROL": str(self.control_file), "PYTHONUNBUFFERED": "1"} | (env or {})
         env["PYTHONPATH"] = f"{HERE / 'plugin'}:{env.get('PYTHONPATH', '')}"
         if not plugin:
             env["SGLANG_DFLASH"] = "off"

@@ -8,6 +8,7 @@ from configs import CONTEXT, on
 
 crowded = on("crowded-dense-page-16", "crowded-no-buffer", "crowded-lazy")
 WIDTH = 32
+LIMIT = CONTEXT - 2  # SGLang cuts max_new_tokens there, with or without speculation
 
 
 @pytest.fixture
@@ -19,13 +20,13 @@ def to_the_limit(served):
 
 
 def check(server, cases, at_once):
-    """Every answer is transformers' up to the context limit; upstream ends one token early on some paths."""
+    """Every answer is transformers' up to the context limit."""
     server.start_trace()
     outputs = server.generate_all([(c.prompt, CONTEXT - len(c.prompt)) for c in cases], at_once)
     for output, case in zip(outputs, cases, strict=True):
-        length = CONTEXT - len(case.prompt)
-        assert len(output["output_ids"]) in (length, length - 1)
-        assert output["output_ids"] == case.answer[: len(output["output_ids"])], f"prompt of {len(case.prompt)} tokens"
+        length = LIMIT - len(case.prompt)
+        assert output["output_ids"] == case.answer[:length], f"prompt of {len(case.prompt)} tokens"
+        assert output["meta_info"]["completion_tokens"] == length
         assert output["meta_info"]["finish_reason"]["type"] == "length"
     return server.trace()
 
@@ -37,7 +38,7 @@ def test_one_at_a_time(served, to_the_limit):
     assert max(len(step["path"]) for step in steps) > 8
     # Windows and accepted paths reached past the context.
     assert sum(step["prefix"] + WIDTH > CONTEXT for step in steps) >= 8
-    assert any(step["prefix"] + len(step["path"]) >= CONTEXT for step in steps)
+    assert any(step["prefix"] + len(step["path"]) >= LIMIT for step in steps)
 
 
 @crowded
@@ -45,7 +46,7 @@ def test_one_at_a_time(served, to_the_limit):
 def test_many_at_once(served, to_the_limit, at_once):
     server, _ = served
     steps = check(server, to_the_limit, at_once)
-    assert max(step["batch"] for step in steps) >= at_once - 1
+    assert max(step["batch"] for step in steps) == at_once
 
 
 @crowded
@@ -77,7 +78,7 @@ def test_short_requests_beside_long_ones(served, to_the_limit):
     server.control(truths=[c.text for c in [*to_the_limit, *short]])
     jobs = []
     for long, brief in zip(to_the_limit, short, strict=False):
-        jobs += [(long.prompt, CONTEXT - len(long.prompt) - 1), (brief.prompt, 30)]
+        jobs += [(long.prompt, LIMIT - len(long.prompt)), (brief.prompt, 30)]
     outputs = server.generate_all(jobs, 8)
     for output, (prompt, length) in zip(outputs, jobs, strict=True):
         case = next(c for c in [*to_the_limit, *short] if c.prompt == prompt)

@@ -68,7 +68,7 @@ def test_radix_hits(served):
 def test_every_node_has_the_logits_of_its_root_path(served, forward, tmp_path, full_mask):
     server, texts = served
     server.control(full_mask=full_mask, logits=str(tmp_path))
-    cases = [c for c in texts.cases[:16] if len(c.prompt) in (1, 33, 65, 150)]
+    cases = texts.cases[:16:4]
     assert_equal(answers(server, cases, 2), cases)
     server.control(logits=None)
     records = [torch.load(file) for file in sorted(tmp_path.glob("*.pt"), key=lambda f: int(f.stem))][::5]
@@ -95,6 +95,6 @@ def test_every_node_has_the_logits_of_its_root_path(served, forward, tmp_path, f
     # A few nodes of the hybrid normalise almost nothing: there transformers' own fp32 is as far off.
     noise = (torch.cat(forward.logits(texts.target, chains)) - wanted).abs().amax(-1)
     firm = noise < 2e-4
-    assert firm.float().mean() > 0.9
+    assert firm.float().mean() > 0.7
     assert error[firm].max() < 1e-3
     assert error.max() < 1e-2  # a wrong path is off by the logits' own spread, about 2

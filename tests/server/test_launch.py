@@ -13,7 +13,7 @@ import yaml
 from cases import pair
 from harness import Server, command, free_port, server_env
 
-SERVE = ("-m", "sglang.cli.main", "serve")
+SERVE = (str(Path(sys.executable).with_name("sglang")), "serve")
 
 
 def check_texts(server, texts):
@@ -137,7 +137,9 @@ def test_a_drifted_sglang_is_refused(drifted_path, tmp_path):
     texts = pair("dense", shared=4)
     line = [*command(texts.target, texts.drafter), "--port", str(free_port())]
     env = server_env(PYTHONPATH=drifted_path, DDTREE_TEST_CONTROL=str(tmp_path / "control.json"))
-    done = subprocess.run(line, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        line, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False
+    )
     assert done.returncode != 0
     message = done.stdout + done.stderr
     assert f"sglang.srt.speculative.spec_utils.{SYMBOL}: {SYMBOL} not found" in message
@@ -157,10 +159,7 @@ def test_the_upstream_chain(tmp_path, drifted_path, way):
         assert shape(server)[1:] == (1, 8)
         assert server.trace() == []  # the tree worker never ran
         assert all(output["meta_info"]["spec_verify_ct"] > 0 for output in outputs)
-        log = server.log.read_text()
-        assert "DDTree-" not in log
-        assert ("SGLANG_DFLASH=off: DFLASH is stock SGLang's." in log) == (way == "off")
+        assert "DDTree-" not in server.log.read_text()
         # Stock DFLASH does not refuse what a tree refuses.
-        params = {"temperature": 0, "max_new_tokens": 4, "presence_penalty": 0.5}
-        assert server.post("/generate", {"input_ids": [1, 2, 3], "sampling_params": params}).status_code == 200
+        server.generate([1, 2, 3], 4, sampling={"presence_penalty": 0.5})
         server.assert_healthy()

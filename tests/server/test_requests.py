@@ -147,6 +147,8 @@ def test_openai_logprobs(served, forward):
     torch.testing.assert_close(found, chosen, rtol=0, atol=TOLERANCE)
 
 
+# A pickled reference to one of SGLang's own.
+PROCESSOR = b"csglang.srt.sampling.custom_logit_processor\nDisallowedTokensLogitsProcessor\n."
 REFUSED = {
     "frequency_penalty": {"frequency_penalty": 0.5},
     "presence_penalty": {"presence_penalty": 0.5},
@@ -156,7 +158,7 @@ REFUSED = {
 }
 REFUSED_BODIES = {
     "hidden states": {"return_hidden_states": True},  # SGLang's own refusal, unless started for them
-    "custom_logit_processor": {"custom_logit_processor": '{"callable": "80"}'},
+    "custom_logit_processor": {"custom_logit_processor": json.dumps({"callable": PROCESSOR.hex()})},
     "lora": {"lora_path": "adapter"},
 }
 REFUSED_OPENAI = {

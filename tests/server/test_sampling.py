@@ -45,23 +45,32 @@ SEEDS = (0, 1, 123456789)
 
 @pytest.fixture(scope="module")
 def seeded_texts(tmp_path_factory):
-    """(setting, seed, prompt) -> text, from a server without speculation and twice from a tree server."""
+    """(setting, seed, prompt) -> text: from a server without speculation, and from a tree server alone and in batches."""
     texts = pair("dense", shared=4)
+    prompts = [texts.cases[i].prompt for i in (2, 7, 9)]
 
-    def run(name, drafter, *options):
-        with Server(tmp_path_factory.mktemp(name), texts.target, drafter, *SEEDED, *options) as server:
-            server.control(truths=texts.truths)
-            yield lambda at_once: dict(zip(jobs, server.in_parallel(lambda job: answer(server, job), jobs, at_once)))
-            server.assert_healthy()
+    def ask(server, at_once):
+        found = {}
+        # One setting at a time: in a batch with top-k requests, SGLang draws the others with other noise as well.
+        for sampling in SAMPLINGS:
+            jobs = [(seed, prompt) for seed in SEEDS for prompt in prompts]
+            answers = server.in_parallel(
+                lambda job, s=sampling: server.generate(job[1], 40, sampling=s | {"sampling_seed": job[0]}),
+                jobs,
+                at_once,
+            )
+            for (seed, prompt), answer in zip(jobs, answers, strict=True):
+                found[str(sampling), seed, tuple(prompt)] = tuple(answer["output_ids"])
+        return found
 
-    def answer(server, job):
-        sampling, seed, prompt = job
-        params = SAMPLINGS[sampling] | {"sampling_seed": seed}
-        return tuple(server.generate(texts.cases[prompt].prompt, 40, sampling=params)["output_ids"])
-
-    jobs = [(s, seed, p) for s in range(len(SAMPLINGS)) for seed in SEEDS for p in (2, 7, 9)]
-    (plain,) = [ask(4) for ask in run("plain", None)]
-    ((alone, batched),) = [(ask(1), ask(4)) for ask in run("tree", texts.drafter, "--speculative-ddtree-budget", "24")]
+    with Server(tmp_path_factory.mktemp("plain"), texts.target, None, *SEEDED) as server:
+        plain = ask(server, 4)
+        server.assert_healthy()
+    tree = ("--speculative-ddtree-budget", "24")
+    with Server(tmp_path_factory.mktemp("tree"), texts.target, texts.drafter, *SEEDED, *tree) as server:
+        server.control(truths=texts.truths)
+        alone, batched = ask(server, 1), ask(server, 4)
+        server.assert_healthy()
     return plain, alone, batched
 
 

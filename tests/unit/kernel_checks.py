@@ -74,9 +74,7 @@ def check_verify_mask(device: str) -> None:
         naive_build_draft_tree(*random_candidates(bs, depth, width, bs, levels, dead), nodes)
         for bs, depth, width, nodes, levels, dead in SHAPES
     ]
-    trees.append(
-        naive_build_draft_tree(*random_candidates(300, 2, 2, 1), 2)
-    )  # more than one block of lengths
+    trees.append(naive_build_draft_tree(*random_candidates(300, 2, 2, 1), 2))  # more than one block of lengths
     for number, (tree, (full, fill)) in enumerate(
         itertools.product(trees, [(False, False), (True, False), (True, True)])
     ):
@@ -160,9 +158,7 @@ def check_compact_kv(device: str) -> None:
         slots = torch.randperm(pool_slots, generator=generator)[: bs * q]  # any order, as after page reuse
         for dtype in (torch.bfloat16, torch.float32, torch.float8_e4m3fn):
             wanted = [
-                torch.randint(
-                    0, 255, (pool_slots, *shape, dtype.itemsize), generator=generator, dtype=torch.uint8
-                )
+                torch.randint(0, 255, (pool_slots, *shape, dtype.itemsize), generator=generator, dtype=torch.uint8)
                 .view(dtype)
                 .squeeze(-1)
                 for shape in shapes
@@ -171,9 +167,7 @@ def check_compact_kv(device: str) -> None:
             naive_compact_kv(KVRows.of(wanted), slots, index, lens)
             launch_compact_kv(KVRows.of(found), slots.to(device), index.to(device), lens.to(device))
             for buffer, goal in zip(found, wanted, strict=True):
-                assert torch.equal(buffer.cpu().view(torch.uint8), goal.view(torch.uint8)), (
-                    f"case {number}, {dtype}"
-                )
+                assert torch.equal(buffer.cpu().view(torch.uint8), goal.view(torch.uint8)), f"case {number}, {dtype}"
 
 
 def check_compile() -> None:
@@ -181,9 +175,7 @@ def check_compile() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    def compiled(
-        kernel: triton.JITFunction, num_warps: int, types: dict[str, str], **constants: object
-    ) -> str:
+    def compiled(kernel: triton.JITFunction, num_warps: int, types: dict[str, str], **constants: object) -> str:
         signature = {}
         for name in kernel.arg_names:
             signature[name] = "constexpr" if name in constants else types.get(name, "*i64")

@@ -129,6 +129,7 @@ def test_filters_follow_sglang(clean: pytest.MonkeyPatch, case: int, loaded_by_s
     report = check.Report()
     check.check_entry_points(report, "cpu")
     assert loaded_by_sglang[case] == (wanted is None)
+    assert len(report.problems) == len(set(report.problems))
     assert any((wanted or "") in problem for problem in report.problems) == (wanted is not None)
 
 
@@ -142,9 +143,7 @@ def test_switched_off_is_noted(clean: pytest.MonkeyPatch) -> None:
 
 def test_missing_and_broken_entry_points(clean: pytest.MonkeyPatch) -> None:
     broken = importlib.metadata.EntryPoint("sglang_dflash", "sglang_dflash.absent:register", check.PLUGIN[0])
-    clean.setattr(
-        importlib.metadata, "entry_points", lambda group: [broken] if group == check.PLUGIN[0] else []
-    )
+    clean.setattr(importlib.metadata, "entry_points", lambda group: [broken] if group == check.PLUGIN[0] else [])
     report = check.Report()
     check.check_entry_points(report, "cuda")
     assert len(report.problems) == 2
@@ -156,9 +155,7 @@ def test_the_cpu_platform_must_not_be_forced_on_a_gpu(clean: pytest.MonkeyPatch)
     clean.setenv("SGLANG_PLATFORM", "sglang_dflash_cpu")
     report = check.Report()
     check.check_entry_points(report, "cuda")
-    assert [problem.partition(",")[0] for problem in report.problems] == [
-        "SGLANG_PLATFORM: found sglang_dflash_cpu"
-    ]
+    assert [problem.partition(",")[0] for problem in report.problems] == ["SGLANG_PLATFORM: found sglang_dflash_cpu"]
 
 
 @pytest.mark.parametrize(
@@ -185,9 +182,7 @@ def test_versions_on_a_gpu(clean: pytest.MonkeyPatch, found: dict, problems: lis
     assert report.problems == problems
 
 
-def test_a_missing_package_is_off_only_where_sglang_imports_it(
-    clean: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_missing_package_is_off_only_where_sglang_imports_it(clean: pytest.MonkeyPatch, tmp_path: Path) -> None:
     copy = copy_of_sglang(tmp_path)
     clean.setattr(check, "installed", lambda name: None)
     report = check.Report()
@@ -207,8 +202,7 @@ def test_kernels_on_a_gpu_are_sglangs_own() -> None:
         "gated delta rule, verify (tree)": own
         + "linear.fused_sigmoid_gating_recurrent:fused_sigmoid_gating_delta_rule_update",
         "gated delta rule, prefill": own + "fla.chunk:chunk_gated_delta_rule",
-        "gated delta rule, decode": own
-        + "fla.fused_recurrent:fused_recurrent_gated_delta_rule_packed_decode",
+        "gated delta rule, decode": own + "fla.fused_recurrent:fused_recurrent_gated_delta_rule_packed_decode",
         "causal conv1d, verify (tree)": conv + "causal_conv1d_update",
         "causal conv1d, prefill": conv + "causal_conv1d_fn",
     }

@@ -39,9 +39,7 @@ def tree_of(bs: int = 3, depth: int = 5, width: int = 3, nodes: int = 12, seed: 
 
 def test_static_buffers_follow_the_builder() -> None:
     out = TreeBuffers.allocate(4, 12, "cpu")
-    lone_roots = build_draft_tree(
-        torch.zeros(4, 1, 1, dtype=torch.int64), torch.full((4, 1, 1), -torch.inf), 12
-    )
+    lone_roots = build_draft_tree(torch.zeros(4, 1, 1, dtype=torch.int64), torch.full((4, 1, 1), -torch.inf), 12)
     assert torch.equal(out.view(4).mask(), lone_roots.mask())
     addresses = {name: field.data_ptr() for name, field in vars(out).items()}
     for seed in (1, 2):
