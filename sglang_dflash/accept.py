@@ -33,9 +33,9 @@ def process_logits(logits: Tensor, sampling_info: Any, width: int, grammar_mask:
 
 
 def sample_target_tokens(logits: Tensor, sampling_info: Any, width: int, positions: Tensor) -> Tensor:
-    """The target's token at every node: ``logits [bs * width, V]``, ``positions [bs * width]`` -> ``[bs * width]`` int64.
+    """The target's token at every node, ``[bs * width]`` int64, from ``logits [bs * width, V]``.
 
-    ``positions`` are those of the nodes' own tokens, the key of seeded noise in plain decoding
+    ``positions [bs * width]`` are those of the nodes' own tokens, the key of seeded noise in plain decoding
     (``Sampler.forward`` gets a decode step's positions). Mirrors ``Sampler.forward`` with the pytorch sampling
     backend: temperature, then joint top-k / top-p, then min-p.
     """

@@ -72,4 +72,3 @@ class DDTreeVerifyInput(EagleVerifyInput):
         return cls.of_tree(
             tree, tokens=None, positions=None, next_token=None, next_sibling=None, retrieve_index=None, mask=mask
         )
-

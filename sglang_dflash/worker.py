@@ -56,6 +56,8 @@ class DDTreeWorker(DFlashWorkerV2):
     ``_chain_view``.
     """
 
+    _draft_sampler: TreeSampler | None
+
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any):
         tree = TreeConfig.published()
         assert tree is not None, "create_worker hands out this worker only for a tree"
@@ -93,7 +95,7 @@ class DDTreeWorker(DFlashWorkerV2):
     def init_cuda_graphs(self) -> None:
         with self._chain_view():
             super().init_cuda_graphs()
-        if self._draft_sampler is None:
+        if self._draft_sampler is None:  # no draft graph to build it for
             self._draft_sampler = self._build_tree_sampler(max_bs=1)
         self._check_graphs()
         kv_rows(self.model_runner.token_to_kv_pool_allocator.get_kvcache())  # decided, and logged, at start-up
@@ -175,11 +177,13 @@ class DDTreeWorker(DFlashWorkerV2):
             spec_info=self._draft_block_spec_info,
         )
         step.plan.bind(forward, self.draft_model_runner.kv_index_translator, cols=slice(0, self.block_size))
+        sampler = self._draft_sampler
+        assert sampler is not None, "built by init_cuda_graphs"
         with torch.inference_mode(), draft_tp_context(self.draft_parallel_layout):
             out = self.draft_model_runner.forward(forward)
             if out.can_run_graph:  # the sampler ran as the graph's tail
-                return self._draft_sampler.buffers.view(step.batch_size)
-            return self._draft_sampler.grow(out.logits_output.hidden_states, block_ids.view(-1))
+                return sampler.buffers.view(step.batch_size)
+            return sampler.grow(out.logits_output.hidden_states, block_ids.view(-1))
 
     def _embed(self, block_ids: Tensor) -> Tensor:
         """Target embeddings of ``block_ids [bs, B]`` -> ``[bs * B, H]``."""

@@ -17,13 +17,20 @@ from pathlib import Path
 import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
-import models
-from server import Server
+import models  # noqa: E402
+from server import Server  # noqa: E402
 
 BLOCK, NEW = 8, 96
 LIMITS = ["--max-total-tokens", "32768", "--max-running-requests", "8", "--mem-fraction-static", "0.5"]
 LIMITS += ["--cuda-graph-max-bs-decode", "8", "--context-length", "2048"]
-HYBRID = ["--mamba-radix-cache-strategy", "extra_buffer", "--mamba-track-interval", "64", "--max-mamba-cache-size", "96"]
+HYBRID = [
+    "--mamba-radix-cache-strategy",
+    "extra_buffer",
+    "--mamba-track-interval",
+    "64",
+    "--max-mamba-cache-size",
+    "96",
+]
 rounding: dict[str, float] = {}  # by model and dtype: largest |decode - prefill| log-prob of AR itself, measured
 failures: list[str] = []
 
@@ -40,7 +47,7 @@ def say(ok: bool, text: str) -> None:
 
 def gap_at_difference(ar: Server, prompt: list[int], want: list[int], got: list[int]) -> tuple[int, float]:
     """Where two greedy texts part, and how far apart AR's logits of the two tokens are there."""
-    at = next(i for i, (a, b) in enumerate(zip(want, got)) if a != b)
+    at = next(i for i, (a, b) in enumerate(zip(want, got, strict=False)) if a != b)
     answer = ar.generate(prompt + want[:at], 1, return_logprob=True, top_logprobs_num=20)
     top = {token: value for value, token, _ in answer["meta_info"]["output_top_logprobs"][0]}
     return at, abs(top.get(want[at], 0.0) - top.get(got[at], -99.0))
@@ -49,19 +56,19 @@ def gap_at_difference(ar: Server, prompt: list[int], want: list[int], got: list[
 def measure_rounding(ar: Server, prompts: list, wants: list) -> float:
     """AR against itself: log-probs of the same tokens from decoding and from a prefill of the whole text."""
     worst = 0.0
-    for prompt, want in zip(prompts, wants):
+    for prompt, want in zip(prompts, wants, strict=False):
         decoded = ar.generate(prompt, len(want), return_logprob=True)["meta_info"]["output_token_logprobs"]
         body = {"return_logprob": True, "logprob_start_len": len(prompt) - 1}
         prefilled = ar.generate(prompt + want, 1, **body)["meta_info"]["input_token_logprobs"][-len(want) :]
         if [t[1] for t in decoded] == want:
-            worst = max(worst, max(abs(a[0] - b[0]) for a, b in zip(decoded, prefilled)))
+            worst = max(worst, max(abs(a[0] - b[0]) for a, b in zip(decoded, prefilled, strict=False)))
     return worst
 
 
 def compare(label: str, ar: Server, key: str, prompts: list, wants: list, outputs: list, *, judge: bool = True) -> None:
     """Equal, or parted where AR's own two logits are closer than twice AR's own rounding."""
     equal, gaps = 0, []
-    for prompt, want, output in zip(prompts, wants, outputs):
+    for prompt, want, output in zip(prompts, wants, outputs, strict=False):
         got = output["output_ids"]
         if got == want:
             equal += 1
@@ -109,8 +116,9 @@ def run_checks(kind: str, dtype: str, servers: dict[str, Server], work: Path) ->
     prompts += [common + random_ids(9 + i, 1000 + i) for i in range(6)]
     wants = [o["output_ids"] for o in ar.generate_all([(p, NEW) for p in prompts], 1)]
     again = [o["output_ids"] for o in ar.generate_all([(p, NEW) for p in prompts], 8)]
-    print(f"      {kind} {dtype}: AR alone and 8 at once agree on {sum(a == b for a, b in zip(wants, again))} of {len(wants)}")
-    truths = [p + w for p, w in zip(prompts, wants)]
+    agree = sum(a == b for a, b in zip(wants, again, strict=True))
+    print(f"      {kind} {dtype}: AR alone and 8 at once agree on {agree} of {len(wants)}")
+    truths = [p + w for p, w in zip(prompts, wants, strict=False)]
     key = f"{kind} {dtype}"
     rounding[key] = measure_rounding(ar, prompts[:8], wants[:8])
     print(f"      {key}: AR's own rounding, decode against prefill, is up to {rounding[key]:.4f} in log-prob")
@@ -134,17 +142,18 @@ def run_checks(kind: str, dtype: str, servers: dict[str, Server], work: Path) ->
             f"{moved} paths needed compaction, largest batch {max(s['batch'] for s in steps)}",
         )
         server.control(trace=None)
-        cuts = [(p + w[:cut], len(w) - cut) for p, w in zip(prompts[6:12], wants[6:12]) for cut in (17, 40)]
+        texts = zip(prompts[6:12], wants[6:12], strict=True)
+        cuts = [(p + w[:cut], len(w) - cut) for p, w in texts for cut in (17, 40)]
         outputs = [server.generate(ids, n) for ids, n in cuts]
         cached = [o["meta_info"]["cached_tokens"] for o in outputs]
-        same = sum(o["output_ids"] == (ids_w := w[cut:]) and bool(ids_w)
-                   for o, (w, cut) in zip(outputs, [(w, c) for w in wants[6:12] for c in (17, 40)]))  # fmt: skip
+        rests = [w[cut:] for w in wants[6:12] for cut in (17, 40)]
+        same = sum(o["output_ids"] == rest for o, rest in zip(outputs, rests, strict=True))
         say(
             min(cached) > 0,
             f"{kind} {dtype} {label}, continued inside committed text: {same} of {len(cuts)} equal, cached {cached}",
         )
         compare(f"{key} {label}, continued", ar, key, [ids for ids, _ in cuts],
-                [w[c:] for w in wants[6:12] for c in (17, 40)], outputs)  # fmt: skip
+                rests, outputs)  # fmt: skip
     overlapped = servers["tree"].generate_all([(p, NEW) for p in prompts], 1)
     compare(f"{key}: overlap off against overlap on", ar, key, prompts, [o["output_ids"] for o in overlapped],
             servers["no overlap"].generate_all([(p, NEW) for p in prompts], 1))  # fmt: skip
@@ -183,7 +192,7 @@ def check_mask(kind, dtype, tree, prompts, wants, truths, work) -> None:
     broken = tree.generate_all([(p, NEW) for p in prompts[:6]], 1)
     tree.control(**{"break": None})
     tree.client.post("/flush_cache")
-    same = sum(o["output_ids"] == w for o, w in zip(broken, wants))
+    same = sum(o["output_ids"] == w for o, w in zip(broken, wants, strict=False))
     say(same < 3, f"{kind} {dtype}: negative control, a causal mask in the buffer: {same} of 6 texts still equal")
 
 

@@ -71,7 +71,7 @@ def round_ms(server: Server, requests: int) -> float:
 
 def sign_test(a: list[float], b: list[float]) -> float:
     """Two-sided p of ``a`` and ``b`` being the same, from the signs of the paired differences."""
-    signs = [x > y for x, y in zip(a, b) if x != y]
+    signs = [x > y for x, y in zip(a, b, strict=False) if x != y]
     n, k = len(signs), min(sum(signs), len(signs) - sum(signs))
     return min(1.0, 2 * sum(math.comb(n, i) for i in range(k + 1)) / 2**n)
 
@@ -93,10 +93,11 @@ def interleaved(args, models: Path) -> None:
             for arm in ("chain", "tree") if i % 2 == 0 else ("tree", "chain"):
                 times[arm].append(round_ms(servers[arm], 1))
         chain, tree = (statistics.median(times[arm]) for arm in ("chain", "tree"))
+        rounds = {arm: [round(x, 2) for x in values] for arm, values in times.items()}
         print(
-            f"interleaved, 1 request, {args.rounds} rounds: stock chain-16 {chain:.2f} ms, tree ({args.budget + 1} rows) "
-            f"{tree:.2f} ms a step, ratio {tree / chain:.3f}, sign test p {sign_test(times['chain'], times['tree']):.3g}; "
-            f"rounds {json.dumps({k: [round(x, 2) for x in v] for k, v in times.items()})}",
+            f"interleaved, 1 request, {args.rounds} rounds: stock chain-16 {chain:.2f} ms, "
+            f"tree ({args.budget + 1} rows) {tree:.2f} ms a step, ratio {tree / chain:.3f}, "
+            f"sign test p {sign_test(times['chain'], times['tree']):.3g}; rounds {json.dumps(rounds)}",
             flush=True,
         )
         profile = args.out / "tree.profile"

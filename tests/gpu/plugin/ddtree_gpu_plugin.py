@@ -43,9 +43,7 @@ def register():
     except ImportError:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-        HookRegistry.register(
-            "sglang.srt.layers.dual_gemm.DualGemm._select_mode", lambda *_: None, HookType.REPLACE
-        )
+        HookRegistry.register("sglang.srt.layers.dual_gemm.DualGemm._select_mode", lambda *_: None, HookType.REPLACE)
 
 
 def draft_like(rng, truth, anchor, depth, topk, vocab):
