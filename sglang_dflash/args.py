@@ -38,6 +38,7 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("speculative_use_block_verification", lambda v: not v, "off", "a tree is verified by exact matching"),
     ("speculative_accept_threshold_single", lambda v: v in (None, 1.0), "1.0", "a lower threshold is not lossless"),
     ("speculative_accept_threshold_acc", lambda v: v in (None, 1.0), "1.0", "a lower threshold is not lossless"),
+    ("sampling_backend", lambda v: v in (None, "pytorch"), "pytorch", "nodes are sampled by its rule, so all must be"),
     ("linear_attn_backend", lambda v: v in (None, "triton"), "triton", "only it verifies trees on linear attention"),
     (
         "linear_attn_decode_backend",
@@ -225,6 +226,7 @@ def resolve_pipeline(original: Callable, server_args: Any) -> None:
             speculative_eagle_topk=tree.topk,
             speculative_num_draft_tokens=tree.width,
             attention_backend=backend,
+            sampling_backend="pytorch",
         )
     original(server_args)
 

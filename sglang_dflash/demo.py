@@ -143,17 +143,13 @@ def serving(name: str, flags: dict[str, str], on_gpu: bool, log: Path, console: 
         end_process_group(process)
 
 
-def wait_until_healthy(
-    name: str, url: str, process: subprocess.Popen[Any], log: Path, console: Console
-) -> None:
+def wait_until_healthy(name: str, url: str, process: subprocess.Popen[Any], log: Path, console: Console) -> None:
     """Poll /health. Raises DemoError with the log's last lines if the server dies or takes too long."""
     began, last_line = time.monotonic(), 0.0
     while True:
         waited = time.monotonic() - began
         if process.poll() is not None:
-            raise DemoError(
-                f"{name}: server exited with {process.returncode}; log {log}, its end:\n{tail(log)}"
-            )
+            raise DemoError(f"{name}: server exited with {process.returncode}; log {log}, its end:\n{tail(log)}")
         if waited > START_TIMEOUT_S:
             raise DemoError(
                 f"{name}: not healthy after {waited:.0f} s, wanted at most {START_TIMEOUT_S:.0f}; log {log}, "
@@ -203,9 +199,7 @@ def ask(client: httpx.Client, prompt: str) -> Answer:
     }
     response = client.post("/v1/chat/completions", json=body)
     if response.status_code != 200:
-        raise DemoError(
-            f"chat completion: found status {response.status_code}, wanted 200: {response.text[:500]}"
-        )
+        raise DemoError(f"chat completion: found status {response.status_code}, wanted 200: {response.text[:500]}")
     reply = response.json()
     details = (reply.get("sglext") or {}).get("spec_tokens_details") or {}
     return Answer(
@@ -225,9 +219,7 @@ def run(name: str, flags: dict[str, str], on_gpu: bool, log: Path, console: Cons
             answers = tuple(ask(client, prompt) for prompt in PROMPTS)
             seconds = time.monotonic() - began
         except httpx.TransportError as e:
-            raise DemoError(
-                f"{name}: no answer ({type(e).__name__}: {e}); log {log}, its end:\n{tail(log)}"
-            ) from e
+            raise DemoError(f"{name}: no answer ({type(e).__name__}: {e}); log {log}, its end:\n{tail(log)}") from e
     console.print(f"{name}: {len(answers)} answers in {seconds:.1f} s")
     return Run(answers, seconds)
 
@@ -247,9 +239,7 @@ def report(ar: Run, tree: Run, console: Console) -> bool:
         table.add_row(printable(prompt), printable(a.text), printable(t.text), same)
     console.print(table)
     if ar.tau is not None or tree.tau is None:
-        raise DemoError(
-            f"verifies: found tau {ar.tau} without speculation and {tree.tau} with, wanted none and one"
-        )
+        raise DemoError(f"verifies: found tau {ar.tau} without speculation and {tree.tau} with, wanted none and one")
     totals = Table(title=f"{len(PROMPTS)} prompts, one at a time, {MAX_TOKENS} tokens each")
     for heading in ("", "tokens", "verifies", "tau (pooled)", "tokens/s"):
         totals.add_column(heading)

@@ -117,6 +117,4 @@ def _resolve(path: str | Path, revision: str | None, patterns: list[str]) -> Pat
         return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=patterns))
     except Exception as e:  # the hub's errors have no common base: validation, HTTP, offline, disk
         found = f"no such directory, and the hub answered {type(e).__name__} ({e})"
-        raise refuse(
-            name, "path", found, "a local directory or a hub id", "correct or download it first"
-        ) from e
+        raise refuse(name, "path", found, "a local directory or a hub id", "correct or download it first") from e

@@ -97,9 +97,7 @@ def check_against_target(spec: DrafterSpec, target: TargetFacts) -> None:
     other = f"use the drafter trained for {target.path}"
     layers = target.num_hidden_layers
     if spec.num_target_layers is not None and spec.num_target_layers != layers:
-        raise refuse(
-            file, "num_target_layers", spec.num_target_layers, f"{layers} (the target's layers)", other
-        )
+        raise refuse(file, "num_target_layers", spec.num_target_layers, f"{layers} (the target's layers)", other)
     check_layer_range(file, spec.target_layer_ids, layers)
     if spec.hidden_size != target.hidden_size:
         wanted = f"{target.hidden_size} (the drafter borrows the target's embeddings and head)"
@@ -149,16 +147,12 @@ class _ConfigReader:
         self._check_not_quantised()
         nested = self.config.get("dflash_config")
         if nested is not None and not isinstance(nested, Mapping):
-            raise self._refuse(
-                "dflash_config", type(nested).__name__, "an object", "restore the published config.json"
-            )
+            raise self._refuse("dflash_config", type(nested).__name__, "an object", "restore the published config.json")
         self.nested: Mapping[str, Any] = nested or {}
         self._check_plain_head()
         num_target_layers = self._both("num_target_layers")
         if num_target_layers is not None and not _is_int(num_target_layers):
-            raise self._refuse(
-                "num_target_layers", num_target_layers, "an integer", "write the target's layer count"
-            )
+            raise self._refuse("num_target_layers", num_target_layers, "an integer", "write the target's layer count")
         num_layers = self._size("num_hidden_layers")
         layer_types, sliding_window = self._layer_types(num_layers)
         head_dim = self._size("head_dim")
@@ -204,9 +198,7 @@ class _ConfigReader:
         value = self.config.get(key)
         if not _is_int(value) or value < 1:
             found = "nothing" if value is None else repr(value)
-            raise self._refuse(
-                key, found, "a positive integer", "write it: a library's default would be used instead"
-            )
+            raise self._refuse(key, found, "a positive integer", "write it: a library's default would be used instead")
         return int(value)
 
     def _check_kind(self) -> None:
@@ -215,25 +207,19 @@ class _ConfigReader:
             raise self._refuse("architectures", names, [ARCHITECTURE], CHAIN_REMEDY)
         model_type = self.config.get("model_type")
         if not isinstance(model_type, str) or model_type.startswith(_PARTIAL_ROTARY_MODEL_TYPES):
-            remedy = (
-                "write qwen3, the drafter's own layers: a target's type brings the target's partial rotary"
-            )
+            remedy = "write qwen3, the drafter's own layers: a target's type brings the target's partial rotary"
             raise self._refuse("model_type", model_type, "qwen3", remedy)
 
     def _check_no_pickle(self) -> None:
         if (file := self.root / "mask_embedding.pt").exists():
-            remedy = (
-                "it would be unpickled and put into the target's embedding: remove it or use another drafter"
-            )
+            remedy = "it would be unpickled and put into the target's embedding: remove it or use another drafter"
             raise refuse(file, "mask_embedding", "a pickle file", "safetensors only", remedy)
 
     def _check_not_quantised(self) -> None:
         remedy = "use the bf16 drafter: quantised ones load and then accept about nothing"
         for key in ("quantization_config", "compression_config"):
             if value := self.config.get(key):
-                method = (
-                    value.get("quant_method") or value.get("quant_algo") if isinstance(value, dict) else None
-                )
+                method = value.get("quant_method") or value.get("quant_algo") if isinstance(value, dict) else None
                 raise self._refuse(key, method or value, "nothing", remedy)
         if (file := self.root / "hf_quant_config.json").exists():
             raise refuse(file, "quantization", "a quantised drafter", "no such file", remedy)
@@ -247,9 +233,7 @@ class _ConfigReader:
         # Both mean that slot 0 already predicts a token; DFLASH serving would read every slot one place late.
         for key in ("shift_label", "sample_from_anchor"):
             if self._both(key):
-                raise self._refuse(
-                    key, "true", "false", "slot 0 must be the anchor: retrain without the shift"
-                )
+                raise self._refuse(key, "true", "false", "slot 0 must be the anchor: retrain without the shift")
         for key, plain in (("output_multiplier", 1.0), ("final_logit_softcapping", 0.0)):
             if (value := self.nested.get(key)) is not None and value != plain:
                 self.warnings.append(
@@ -260,9 +244,7 @@ class _ConfigReader:
     def _block_size(self) -> int:
         value = self._both("block_size")
         if value is None:
-            raise self._refuse(
-                "block_size", "nothing", "the trained block size", "write it; 16 is not assumed"
-            )
+            raise self._refuse("block_size", "nothing", "the trained block size", "write it; 16 is not assumed")
         if not _is_int(value) or not MIN_BLOCK <= value <= MAX_BLOCK:
             remedy = "write the trained block size, the anchor's slot included"
             raise self._refuse("block_size", repr(value), f"an integer in {MIN_BLOCK}..{MAX_BLOCK}", remedy)
@@ -297,14 +279,10 @@ class _ConfigReader:
             return None, None
         if not isinstance(types, list) or len(types) != num_layers:
             found = f"{len(types)} entries" if isinstance(types, list) else repr(types)
-            raise self._refuse(
-                "layer_types", found, f"{num_layers} (num_hidden_layers)", "list one type a layer"
-            )
+            raise self._refuse("layer_types", found, f"{num_layers} (num_hidden_layers)", "list one type a layer")
         for i, kind in enumerate(types):
             if kind not in _LAYER_TYPES:
-                raise self._refuse(
-                    f"layer_types[{i}]", repr(kind), " or ".join(_LAYER_TYPES), "correct the type"
-                )
+                raise self._refuse(f"layer_types[{i}]", repr(kind), " or ".join(_LAYER_TYPES), "correct the type")
         if "sliding_attention" not in types:
             return tuple(types), None
         window = self.config.get("sliding_window")
@@ -315,9 +293,7 @@ class _ConfigReader:
         # Qwen3Config drops sliding_window unless this is set.
         if self.config["model_type"] == "qwen3" and not self.config.get("use_sliding_window"):
             found = json.dumps(self.config.get("use_sliding_window"))
-            raise self._refuse(
-                "use_sliding_window", found, "true", "set it: layer_types names sliding_attention"
-            )
+            raise self._refuse("use_sliding_window", found, "true", "set it: layer_types names sliding_attention")
         return tuple(types), int(window)
 
     def _rope_theta(self, head_dim: int) -> float:
@@ -325,23 +301,13 @@ class _ConfigReader:
         given = {k: self.config[k] for k in ("rope_parameters", "rope_scaling") if self.config.get(k)}
         for key, value in given.items():
             if not isinstance(value, Mapping) or any(isinstance(v, Mapping) for v in value.values()):
-                raise self._refuse(
-                    key, json.dumps(value), "one flat object", "all layers share one rotary embedding"
-                )
+                raise self._refuse(key, json.dumps(value), "one flat object", "all layers share one rotary embedding")
         if len(given) == 2 and given["rope_parameters"] != given["rope_scaling"]:
-            found = (
-                f"{json.dumps(given['rope_parameters'])} and rope_scaling {json.dumps(given['rope_scaling'])}"
-            )
-            raise self._refuse(
-                "rope_parameters", found, "one of the two", "delete rope_scaling: it would win"
-            )
+            found = f"{json.dumps(given['rope_parameters'])} and rope_scaling {json.dumps(given['rope_scaling'])}"
+            raise self._refuse("rope_parameters", found, "one of the two", "delete rope_scaling: it would win")
         where, rope = next(iter(given.items()), ("rope_parameters", _NO_ROPE))
         self._check_full_rotary(where, rope, head_dim)
-        thetas = {
-            k: v
-            for k, v in (("top level", self.config.get("rope_theta")), (where, rope.get("rope_theta")))
-            if v
-        }
+        thetas = {k: v for k, v in (("top level", self.config.get("rope_theta")), (where, rope.get("rope_theta"))) if v}
         if not thetas:
             raise self._refuse(
                 "rope_theta",
@@ -367,9 +333,7 @@ class _ConfigReader:
         if (rope_dim := rope.get("rope_dim")) is not None:
             if not _is_int(rope_dim) or not 0 < rope_dim <= head_dim or rope_dim % 2:
                 wanted = f"an even integer up to head_dim {head_dim}"
-                raise self._refuse(
-                    f"{where}.rope_dim", repr(rope_dim), wanted, "write the trained rotary width"
-                )
+                raise self._refuse(f"{where}.rope_dim", repr(rope_dim), wanted, "write the trained rotary width")
             return
         for place, values in (("", self.config), (f"{where}.", rope)):
             factor = values.get("partial_rotary_factor")

@@ -95,17 +95,11 @@ def read_headers(root: Path) -> dict[str, TensorHeader]:
     duplicates."""
     index = root / INDEX
     where = _weight_map(index) if index.exists() else None
-    names = (
-        sorted(set(where.values()))
-        if where is not None
-        else sorted(p.name for p in root.glob("*.safetensors"))
-    )
+    names = sorted(set(where.values())) if where is not None else sorted(p.name for p in root.glob("*.safetensors"))
     if not names:
         pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in root.glob(pattern))
         found = f"only {', '.join(pickles)} (pickle, never loaded)" if pickles else "none"
-        raise refuse(
-            root, "*.safetensors", found, "the drafter's weights", "convert or download model.safetensors"
-        )
+        raise refuse(root, "*.safetensors", found, "the drafter's weights", "convert or download model.safetensors")
     headers: dict[str, TensorHeader] = {}
     for t in (t for name in names for t in _file_headers(root / name)):
         name = _ALIASES.get(t.name, t.name.removeprefix("model."))
@@ -125,9 +119,7 @@ def read_headers(root: Path) -> dict[str, TensorHeader]:
 def _weight_map(index: Path) -> dict[str, str]:
     weight_map = read_json(index, "download the index again").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise refuse(
-            index, "weight_map", type(weight_map).__name__, "tensor names to files", "download it again"
-        )
+        raise refuse(index, "weight_map", type(weight_map).__name__, "tensor names to files", "download it again")
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or Path(shard).name != shard or not (index.parent / shard).is_file():
             found = f"{shard}, which is not in {index.parent}"
@@ -144,9 +136,7 @@ def _file_headers(file: Path) -> Iterable[TensorHeader]:
                 part = opened.get_slice(name)
                 yield TensorHeader(file, name, tuple(part.get_shape()), str(part.get_dtype()))
     except (SafetensorError, OSError) as e:
-        raise refuse(
-            file, "header", f"a damaged file ({e})", "a complete safetensors file", "download it again"
-        ) from e
+        raise refuse(file, "header", f"a damaged file ({e})", "a complete safetensors file", "download it again") from e
 
 
 def _with_fused(shapes: dict[str, tuple[int, ...]], present: Iterable[str]) -> dict[str, tuple[int, ...]]:

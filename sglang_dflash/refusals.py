@@ -15,7 +15,11 @@ def validate_request(result: str | None, req: Any, enable_overlap: bool) -> str 
         return result
     from sglang.srt.runtime_context import get_exec
 
-    return reason_to_refuse(req, deterministic=bool(get_exec().deterministic.enable_deterministic_inference))
+    reason = reason_to_refuse(req, deterministic=bool(get_exec().deterministic.enable_deterministic_inference))
+    if reason is not None:
+        # SGLang prefills one token of a refused request, and a processor that raises there ends the server.
+        req.custom_logit_processor = None
+    return reason
 
 
 def reason_to_refuse(req: Any, *, deterministic: bool) -> str | None:
@@ -27,14 +31,14 @@ def reason_to_refuse(req: Any, *, deterministic: bool) -> str | None:
             return f"DDTree does not serve {name} yet: found {value}, want {neutral}; {_RETRY}."
     if params.min_new_tokens > 0:
         return f"DDTree does not serve min_new_tokens yet: found {params.min_new_tokens}, want 0; {_RETRY}."
-    if params.sampling_seed is not None and not _greedy(params):
-        if not deterministic:
-            return (
-                f"sampling_seed: found {params.sampling_seed}, want none: this server runs without "
-                "--enable-deterministic-inference and would ignore it; start it with that flag, or drop the seed."
-            )
-        if params.min_p > 0:
-            return f"min_p with a sampling_seed: found min_p {params.min_p}, want 0; SGLang cannot sample it; {_RETRY}."
+    if params.sampling_seed is not None and not _greedy(params) and not deterministic:
+        return (
+            f"sampling_seed: found {params.sampling_seed}, want none: this server runs without "
+            "--enable-deterministic-inference and would ignore it; start it with that flag, or drop the seed."
+        )
+    if deterministic and params.min_p > 0:
+        # SGLang's seeded sampler asserts against min_p, for every request of the batch.
+        return f"min_p under --enable-deterministic-inference: found {params.min_p}, want 0; {_RETRY}."
     if getattr(req, "custom_logit_processor", None):
         return f"DDTree does not serve custom_logit_processor yet: found one, want none; {_RETRY}."
     if getattr(req, "lora_id", None) is not None:

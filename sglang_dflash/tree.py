@@ -117,14 +117,10 @@ def naive_build_draft_tree(
     return _build_from_sorted(token_ids, log_probs, num_nodes, root_tokens)
 
 
-def validate_candidates(
-    token_ids: Tensor, log_probs: Tensor, num_nodes: int, root_tokens: Tensor | None
-) -> None:
+def validate_candidates(token_ids: Tensor, log_probs: Tensor, num_nodes: int, root_tokens: Tensor | None) -> None:
     """Raise ValueError unless the arguments are what `build_draft_tree` documents. Never reads values."""
     if token_ids.ndim != 3:
-        raise ValueError(
-            f"token_ids has shape {tuple(token_ids.shape)}, expected [bs, depth, K]: add the missing axis"
-        )
+        raise ValueError(f"token_ids has shape {tuple(token_ids.shape)}, expected [bs, depth, K]: add the missing axis")
     if log_probs.shape != token_ids.shape:
         raise ValueError(
             f"log_probs has shape {tuple(log_probs.shape)}, expected token_ids' {tuple(token_ids.shape)}: "
@@ -139,25 +135,19 @@ def validate_candidates(
         if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= most:
             raise ValueError(f"{name} is {size!r}, expected an int in 1..{most}: choose a size in that range")
     if log_probs.dtype != torch.float32:
-        raise ValueError(
-            f"log_probs has dtype {log_probs.dtype}, expected torch.float32: call .float() on it"
-        )
+        raise ValueError(f"log_probs has dtype {log_probs.dtype}, expected torch.float32: call .float() on it")
     ids = [("token_ids", token_ids)]
     if root_tokens is not None:
         ids.append(("root_tokens", root_tokens))
         if root_tokens.shape != (bs,):
-            raise ValueError(
-                f"root_tokens has shape {tuple(root_tokens.shape)}, expected ({bs},): pass one a request"
-            )
+            raise ValueError(f"root_tokens has shape {tuple(root_tokens.shape)}, expected ({bs},): pass one a request")
     for name, tensor in ids:
         if tensor.dtype not in (torch.int32, torch.int64):
             raise ValueError(
                 f"{name} has dtype {tensor.dtype}, expected torch.int32 or torch.int64: call .long() on it"
             )
         if tensor.device != log_probs.device:
-            raise ValueError(
-                f"{name} is on {tensor.device}, expected log_probs' {log_probs.device}: move it there"
-            )
+            raise ValueError(f"{name} is on {tensor.device}, expected log_probs' {log_probs.device}: move it there")
 
 
 def _clean(log_probs: Tensor) -> Tensor:
@@ -172,9 +162,7 @@ def _sort_candidates(token_ids: Tensor, log_probs: Tensor) -> tuple[Tensor, Tens
     return torch.gather(token_ids, -1, order), log_probs
 
 
-def _build_from_sorted(
-    token_ids: Tensor, log_probs: Tensor, num_nodes: int, root_tokens: Tensor | None
-) -> DraftTree:
+def _build_from_sorted(token_ids: Tensor, log_probs: Tensor, num_nodes: int, root_tokens: Tensor | None) -> DraftTree:
     """`naive_build_draft_tree` for candidates that `_sort_candidates` has ordered."""
     bs, max_depth, width = token_ids.shape
     device = token_ids.device

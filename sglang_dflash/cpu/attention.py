@@ -83,10 +83,7 @@ def spans_of(batch: Any) -> list[Span]:
         return [Span(row, length, nodes) for row, length in zip(rows, lengths, strict=True)]
     masks = split_tree_mask(mask, lengths, nodes)
     depths = batch.positions.view(-1, nodes)[: len(rows)] - batch.seq_lens.view(-1, 1)
-    return [
-        Span(row, length, nodes, *tree)
-        for row, length, *tree in zip(rows, lengths, masks, depths, strict=True)
-    ]
+    return [Span(row, length, nodes, *tree) for row, length, *tree in zip(rows, lengths, masks, depths, strict=True)]
 
 
 def visible(span: Span, window: int | None, causal: bool) -> torch.Tensor:

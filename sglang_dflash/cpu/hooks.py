@@ -29,9 +29,7 @@ class Hook(NamedTuple):
     kind: HookType
 
 
-def _pin_memory(
-    original: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any
-) -> torch.Tensor:
+def _pin_memory(original: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Pinning needs an accelerator to pin for."""
     return original(tensor, *args, **kwargs) if torch.accelerator.is_available() else tensor
 
@@ -42,9 +40,7 @@ def _record_stream(original: Callable[..., Any], tensor: torch.Tensor, stream: A
         original(tensor, stream)
 
 
-def _keep_embeds_dtype(
-    kwargs: dict[str, Any], runner: Any, forward_batch: Any, *_: Any, **__: Any
-) -> dict[str, Any]:
+def _keep_embeds_dtype(kwargs: dict[str, Any], runner: Any, forward_batch: Any, *_: Any, **__: Any) -> dict[str, Any]:
     """Upstream casts given embeddings to bfloat16; with an fp32 model that is both a crash and a loss."""
     if kwargs.get("input_embeds") is not None and forward_batch.input_embeds is not None:
         if forward_batch.replace_embeds is not None:
@@ -121,8 +117,7 @@ def register_hooks() -> None:
     """
     if not is_requested():
         raise RuntimeError(
-            f"CPU mode: {ENGINE_SWITCH}={os.environ.get(ENGINE_SWITCH)!r} found, wanted '1'; "
-            "set it before starting"
+            f"CPU mode: {ENGINE_SWITCH}={os.environ.get(ENGINE_SWITCH)!r} found, wanted '1'; set it before starting"
         )
     stand_in.install()
     from sglang.srt import server_args
@@ -166,8 +161,7 @@ def assert_hooks_applied() -> None:
             current = pkgutil.resolve_name(hook.target)
         except (ImportError, AttributeError) as error:
             raise RuntimeError(
-                f"CPU mode: hook target {hook.target} is absent ({error}), wanted SGLang 0.5.23; "
-                "install that version"
+                f"CPU mode: hook target {hook.target} is absent ({error}), wanted SGLang 0.5.23; install that version"
             ) from error
         if not any(function is hook.function for function in _wrapped_functions(current)):
             raise RuntimeError(

@@ -61,9 +61,7 @@ def accept_walk(tree: DraftTree, target_tokens: Tensor, prefix_lens: Tensor, out
     walk(tree, target_tokens, prefix_lens, out)
 
 
-def naive_accept_walk(
-    tree: DraftTree, target_tokens: Tensor, prefix_lens: Tensor, out: AcceptedPaths
-) -> None:
+def naive_accept_walk(tree: DraftTree, target_tokens: Tensor, prefix_lens: Tensor, out: AcceptedPaths) -> None:
     """The reference for `accept_walk` in plain torch, all requests in step; syncs with the host."""
     _validate(tree, target_tokens, prefix_lens, out)
     bs, q = tree.tokens.shape
@@ -95,9 +93,7 @@ def naive_accept_walk(
     out.new_seq_lens.copy_(prefix_lens + length)
 
 
-def launch_accept_walk(
-    tree: DraftTree, target_tokens: Tensor, prefix_lens: Tensor, out: AcceptedPaths
-) -> None:
+def launch_accept_walk(tree: DraftTree, target_tokens: Tensor, prefix_lens: Tensor, out: AcceptedPaths) -> None:
     """`accept_walk` by the kernel: for CUDA tensors, or for any under Triton's interpreter."""
     _validate(tree, target_tokens, prefix_lens, out)
     bs, q = tree.tokens.shape
@@ -134,9 +130,7 @@ def _validate(tree: DraftTree, target_tokens: Tensor, prefix_lens: Tensor, out: 
             f"int64 of shape ({bs},): pass one length a tree"
         )
     if bs > out.accept_index.shape[0]:
-        raise ValueError(
-            f"bs is {bs}, expected at most the buffers' {out.accept_index.shape[0]}: allocate larger ones"
-        )
+        raise ValueError(f"bs is {bs}, expected at most the buffers' {out.accept_index.shape[0]}: allocate larger ones")
     for name, tensor in (
         ("target_tokens", target_tokens),
         ("prefix_lens", prefix_lens),
@@ -146,13 +140,9 @@ def _validate(tree: DraftTree, target_tokens: Tensor, prefix_lens: Tensor, out: 
         ("out.accept_index", out.accept_index),
     ):
         if not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} has strides {tensor.stride()}, expected contiguous: call .contiguous() on it"
-            )
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected contiguous: call .contiguous() on it")
         if tensor.device != tree.tokens.device:
-            raise ValueError(
-                f"{name} is on {tensor.device}, expected tree's {tree.tokens.device}: move it there"
-            )
+            raise ValueError(f"{name} is on {tensor.device}, expected tree's {tree.tokens.device}: move it there")
 
 
 @triton.jit

@@ -126,14 +126,10 @@ def _validate(
             f"bs is {token_ids.shape[0]}, expected at most the buffers' {out.max_bs}: allocate larger ones"
         )
     if out.tokens.device != token_ids.device:
-        raise ValueError(
-            f"out is on {out.tokens.device}, expected token_ids' {token_ids.device}: allocate it there"
-        )
+        raise ValueError(f"out is on {out.tokens.device}, expected token_ids' {token_ids.device}: allocate it there")
     for name, tensor in (("token_ids", token_ids), ("log_probs", log_probs), ("root_tokens", root_tokens)):
         if tensor is not None and not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} has strides {tensor.stride()}, expected contiguous: call .contiguous() on it"
-            )
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected contiguous: call .contiguous() on it")
 
 
 # A frontier entry's key is two int32: the score in an order-preserving form, then the tie key

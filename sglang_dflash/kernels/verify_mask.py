@@ -60,9 +60,7 @@ def naive_write_verify_mask(
         prefix = int(prefix_lens[b]) if full_mask else 0
         end = start + q * (prefix + q)
         if end > cells.numel():
-            raise ValueError(
-                f"mask has {cells.numel()} cells, expected at least {end}: allocate a larger one"
-            )
+            raise ValueError(f"mask has {cells.numel()} cells, expected at least {end}: allocate a larger one")
         request = cells[start:end].view(q, prefix + q)
         request[:, prefix:] = sees
         if fill_prefix:
@@ -117,13 +115,9 @@ def _validate(
             "torch.int64: slice the buffer to bs * Q"
         )
     if not full_mask and mask.numel() < bs * q * q:
-        raise ValueError(
-            f"mask has {mask.numel()} cells, expected at least {bs * q * q}: allocate a larger one"
-        )
+        raise ValueError(f"mask has {mask.numel()} cells, expected at least {bs * q * q}: allocate a larger one")
     if fill_prefix and not full_mask:
-        raise ValueError(
-            "fill_prefix is True, expected False: a mask without prefix columns has none to fill"
-        )
+        raise ValueError("fill_prefix is True, expected False: a mask without prefix columns has none to fill")
     for name, tensor in (
         ("prefix_lens", prefix_lens),
         ("mask", mask),
@@ -132,13 +126,9 @@ def _validate(
         ("tree.ancestors", tree.ancestors),
     ):
         if not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} has strides {tensor.stride()}, expected contiguous: call .contiguous() on it"
-            )
+            raise ValueError(f"{name} has strides {tensor.stride()}, expected contiguous: call .contiguous() on it")
         if tensor.device != tree.tokens.device:
-            raise ValueError(
-                f"{name} is on {tensor.device}, expected tree's {tree.tokens.device}: move it there"
-            )
+            raise ValueError(f"{name} is on {tensor.device}, expected tree's {tree.tokens.device}: move it there")
 
 
 @triton.jit

@@ -59,11 +59,11 @@ def test_the_options_are_those_of_a_request() -> None:
     [
         {},
         {"temperature": 0},
-        {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.05},
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 20},
         {"stop": ["x"], "ignore_eos": True, "max_new_tokens": 3},
         {"json_schema": "{}"},
         {"logit_bias": {"5": 1.0}},
-        {"temperature": 0, "sampling_seed": 7, "min_p": 0.1},
+        {"temperature": 0, "sampling_seed": 7},
     ],
 )
 def test_served(sampling: dict[str, Any]) -> None:
@@ -102,8 +102,16 @@ def test_seeds_need_a_deterministic_server() -> None:
     reason = refusals.reason_to_refuse(seeded, deterministic=False)
     assert "sampling_seed: found 7, want none" in reason
     assert "--enable-deterministic-inference" in reason
-    both = request({"temperature": 0.7, "sampling_seed": 7, "min_p": 0.1})
-    assert "min_p with a sampling_seed: found min_p 0.1" in refusals.reason_to_refuse(both, deterministic=True)
+
+
+def test_min_p_needs_an_unseeded_server() -> None:
+    """Greedy requests too: one of them would bring min_p to the whole batch, and SGLang's seeded sampler asserts."""
+    for temperature in (0, 0.7):
+        req = request({"temperature": temperature, "min_p": 0.1})
+        assert refusals.reason_to_refuse(req, deterministic=False) is None
+        assert "min_p under --enable-deterministic-inference: found 0.1" in refusals.reason_to_refuse(
+            req, deterministic=True
+        )
 
 
 def test_only_where_a_tree_is_served(monkeypatch: pytest.MonkeyPatch) -> None:

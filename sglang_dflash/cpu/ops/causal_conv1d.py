@@ -38,9 +38,7 @@ def causal_conv1d_fn_cpu(
     (`kernels/ops/mamba/causal_conv1d_triton.py`).
     """
     if conv_states is None or cache_indices is None or query_start_loc is None:
-        raise ValueError(
-            "causal_conv1d_fn_cpu: conv_states, cache_indices and query_start_loc are all needed"
-        )
+        raise ValueError("causal_conv1d_fn_cpu: conv_states, cache_indices and query_start_loc are all needed")
     dim, history = x.shape[0], weight.shape[1] - 1
     kernel, offset = weight.float().unsqueeze(1), None if bias is None else bias.float()
     out = torch.zeros_like(x)

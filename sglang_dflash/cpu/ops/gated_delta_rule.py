@@ -119,9 +119,7 @@ def chunk_gated_delta_rule_cpu(
     `head_first`.
     """
     if head_first:
-        raise ValueError(
-            "chunk_gated_delta_rule_cpu: head_first=True found, wanted False; pass q as [1, T, H, K]"
-        )
+        raise ValueError("chunk_gated_delta_rule_cpu: head_first=True found, wanted False; pass q as [1, T, H, K]")
     token, real = _pad(cu_seqlens, CHUNK)
     qs, ks, vs = (_gather(x, token, real) for x in _prepare(q, k, v, use_qk_l2norm_in_kernel))
     gs, betas = (_gather(x.reshape(-1, x.shape[-1]).float(), token, real) for x in (g, beta))
@@ -132,9 +130,7 @@ def chunk_gated_delta_rule_cpu(
     for c in range(0, real.shape[1], CHUNK):
         part = slice(c, c + CHUNK)
         starts.append(state)
-        out, state = _chunk(
-            state, qs[:, :, part], ks[:, :, part], vs[:, :, part], gs[:, :, part], betas[:, :, part]
-        )
+        out, state = _chunk(state, qs[:, :, part], ks[:, :, part], vs[:, :, part], gs[:, :, part], betas[:, :, part])
         outs.append(out)
 
     result = torch.zeros_like(v)
