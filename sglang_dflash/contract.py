@@ -160,7 +160,8 @@ NEEDS: tuple[Need, ...] = (
         "grammar over the tree",
     ),
     Need("srt.speculative.spec_utils:draft_tp_context", ("layout",), "drafter's tensor-parallel scope"),
-    Need("srt.speculative.spec_utils:draft_pp_context", (), "drafter's pipeline scope"),
+    Need("srt.speculative.spec_tp_sync:SpecTpSync.sync", ("site", "values"), "same tree and tokens on every rank"),
+    Need("srt.speculative.spec_tp_sync:SpecTpSyncSite.DFLASH_SELECTOR", (), "same tree on every rank"),
     Need(
         "srt.layers.logprob_processor:compute_spec_logprobs",
         ("batch", "logits_output", "predict", "accept_index"),

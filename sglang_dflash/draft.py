@@ -13,6 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.models.dflash import candidate_topk
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from torch import Tensor
 
 from sglang_dflash.config import TreeConfig
@@ -28,9 +29,12 @@ class TreeSampler:
     called directly.
     """
 
-    def __init__(self, config: TreeConfig, *, lm_head: Any, max_bs: int, device: torch.device | str):
+    def __init__(
+        self, config: TreeConfig, *, lm_head: Any, tp_sync: SpecTpSync, max_bs: int, device: torch.device | str
+    ):
         self.config = config
         self.lm_head = lm_head
+        self.tp_sync = tp_sync
         self.buffers = TreeBuffers.allocate(max_bs, config.budget, device)
 
     def candidates(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,6 +47,9 @@ class TreeSampler:
         rows = hidden.view(-1, block, hidden.shape[-1])[:, 1:].reshape(-1, hidden.shape[-1])
         ids, values, log_partition = candidate_topk(rows, self.lm_head, topk, with_partition=True)
         log_probs = values.float() - log_partition.float().unsqueeze(-1)
+        # Ranks that grew different trees would wait for each other forever, or corrupt their caches.
+        ids = self.tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, ids)
+        log_probs = self.tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, log_probs)
         shape = (-1, self.config.depth, topk)
         return ids.view(shape), log_probs.view(shape)
 

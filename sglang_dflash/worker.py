@@ -115,7 +115,7 @@ class DDTreeWorker(DFlashWorkerV2):
 
     def _build_tree_sampler(self, max_bs: int) -> TreeSampler:
         lm_head = unwrap_lora_layer(self.target_worker.model_runner.model.lm_head)
-        return TreeSampler(self.tree, lm_head=lm_head, max_bs=max_bs, device=self.device)
+        return TreeSampler(self.tree, lm_head=lm_head, tp_sync=self._tp_sync, max_bs=max_bs, device=self.device)
 
     def _defer_target_verify_gather(self) -> None:
         # Deferred logits stay sharded over the vocabulary; a node's token needs all of it.
@@ -268,7 +268,9 @@ class DDTreeWorker(DFlashWorkerV2):
             )
         process_logits(logits, batch.sampling_info, self.tree.width, grammar_mask)
         tokens = sample_target_tokens(logits, batch.sampling_info, self.tree.width, verify_input.positions)
-        self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, tokens)
+        greedy = batch.sampling_info is None or batch.sampling_info.is_all_greedy
+        site = SpecTpSyncSite.DFLASH_ACCEPT_GREEDY if greedy else SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
+        self._tp_sync.sync(site, tokens)
         # Fresh buffers: under overlap the previous step's are still being copied to the host.
         accepted = AcceptedPaths.allocate(step.batch_size, self.block_size, self.device)
         accept_walk(tree, tokens.view(step.batch_size, -1), step.prefix_lens, accepted)

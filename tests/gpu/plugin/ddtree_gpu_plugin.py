@@ -79,8 +79,8 @@ def instrument(worker_class):
         return decorate
 
     @around(TreeSampler, "__init__")
-    def __init__(self, original, config, *, lm_head, max_bs, device):
-        original(self, config, lm_head=lm_head, max_bs=max_bs, device=device)
+    def __init__(self, original, config, *, max_bs, device, **kwargs):
+        original(self, config, max_bs=max_bs, device=device, **kwargs)
         shape = (max(max_bs, 64), config.depth, config.topk)
         self.oracle_ids = torch.zeros(shape, dtype=torch.int64, device=device)
         self.oracle_log_probs = torch.zeros(shape, dtype=torch.float32, device=device)
