@@ -38,6 +38,12 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("speculative_use_block_verification", lambda v: not v, "off", "a tree is verified by exact matching"),
     ("speculative_accept_threshold_single", lambda v: v in (None, 1.0), "1.0", "a lower threshold is not lossless"),
     ("speculative_accept_threshold_acc", lambda v: v in (None, 1.0), "1.0", "a lower threshold is not lossless"),
+    (
+        "kv_cache_dtype",
+        lambda v: not str(v).startswith(("fp8", "fp4", "mxfp", "nvfp", "int8", "int4")),
+        "auto or bfloat16",
+        "verify reads the step's own keys unquantised where plain decoding reads them back from the cache",
+    ),
     ("sampling_backend", lambda v: v in (None, "pytorch"), "pytorch", "nodes are sampled by its rule, so all must be"),
     ("linear_attn_backend", lambda v: v in (None, "triton"), "triton", "only it verifies trees on linear attention"),
     (
@@ -193,6 +199,15 @@ def refuse_unsupported(cfg: Any) -> None:
         )
 
 
+def check_steps(cfg: Any, tree: TreeConfig) -> None:
+    """Raise ValueError for ``--speculative-num-steps`` other than the chain's 1 or the tree's own depth."""
+    if cfg.speculative_num_steps not in (None, 1, tree.depth):
+        raise ValueError(
+            f"--speculative-num-steps: found {cfg.speculative_num_steps}, want {tree.depth} (block size - 1) or none: "
+            "a DFlash drafter drafts its whole block in one step; drop it."
+        )
+
+
 def check_track_interval(cfg: Any, tree: TreeConfig) -> None:
     """Raise ValueError when one step could pass two tracked states; upstream only asserts it, without a word."""
     interval = cfg.mamba_track_interval
@@ -215,6 +230,7 @@ def resolve_pipeline(original: Callable, server_args: Any) -> None:
         assert_hooks_applied()
         refuse_unsupported(cfg)
         tree = resolve_tree(cfg)
+        check_steps(cfg, tree)
         check_track_interval(cfg, tree)
         backend = choose_attention(cfg)
         if cfg.attention_backend is None:

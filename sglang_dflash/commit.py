@@ -52,7 +52,8 @@ def kv_rows(pool: Any) -> KVRows | None:
     if reason is not None:
         logger.info("DDTree KV compaction: SGLang's move_kv_cache (%s: %s).", name, reason)
         return None
-    logger.info("DDTree KV compaction: own kernel, %d buffers (%s).", len(rows.buffers), name)
+    ours = "own kernel" if rows.addresses.is_cuda else "own torch code"
+    logger.info("DDTree KV compaction: %s, %d buffers (%s).", ours, len(rows.buffers), name)
     return rows
 
 

@@ -63,7 +63,7 @@ def drafter(kind: str, block_size: int) -> Path:
 def _lengths(count: int) -> list[int]:
     # Short, odd, past 64-token chunks and past pages; no two alike.
     return [1, 2, 5, 9, 16, 17, 33, 47, 63, 64, 65, 70, 97, 128, 150, 201, 3, 29, 80, 111, 140, 190,
-            4, 12, 21, 40, 55, 90, 105, 120][:count]
+            4, 12, 21, 40, 55, 90, 105, 120][:count]  # fmt: skip
 
 
 def pair(kind: str, *, block_size: int = 8, count: int = 16, new_tokens: int = 64, shared: int = 0) -> Pair:

@@ -28,7 +28,9 @@ _CROWDED = ("--context-length", str(CONTEXT), "--max-running-requests", "8", "--
             "--speculative-ddtree-budget", "31")  # fmt: skip
 
 SETUPS = {
-    "hybrid": Setup("hybrid", options=("--speculative-ddtree-budget", "24", *EXTRA_BUFFER, "--max-mamba-cache-size", "60")),
+    "hybrid": Setup(
+        "hybrid", options=("--speculative-ddtree-budget", "24", *EXTRA_BUFFER, "--max-mamba-cache-size", "60")
+    ),
     "dense": Setup("dense", options=("--speculative-ddtree-budget", "24", "--enable-custom-logit-processor")),
     "crowded-dense-page-16": Setup("dense", 16, (*_CROWDED, "--page-size", "16")),
     "crowded-no-buffer": Setup(

@@ -1,4 +1,4 @@
-"""transformers' logits for whole sequences, from one child process: hiding fla there leaves the tests' imports alone."""
+"""transformers' logits for whole sequences, from one child process: hiding fla there leaves our own imports alone."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ class Forward:
     def __init__(self) -> None:
         self._child: subprocess.Popen[str] | None = None
 
-    def logits(
-        self, model: Path, sequences: list[list[int]], last: int = 1, dtype: str = "float32"
-    ) -> list[Tensor]:
+    def logits(self, model: Path, sequences: list[list[int]], last: int = 1, dtype: str = "float32") -> list[Tensor]:
         """Logits after each of the ``last`` tokens of every sequence: ``[min(last, length), V]`` each, in ``dtype``."""
         if self._child is None:
             self._child = subprocess.Popen(

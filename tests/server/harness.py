@@ -29,13 +29,17 @@ def free_port() -> int:
 def server_env(**extra: str) -> dict[str, str]:
     """The environment of a CPU server with the test plugin."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("SGLANG_", "DDTREE_"))}
-    return env | {
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONPATH": str(PLUGIN),
-    } | extra
+    return (
+        env
+        | {
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONPATH": str(PLUGIN),
+        }
+        | extra
+    )
 
 
 LAUNCH = ("-m", "sglang.launch_server")
@@ -144,7 +148,9 @@ class Server:
                 if i >= 2 * after_chunks:  # every event is followed by an empty line
                     return
 
-    def generate(self, input_ids: list[int], max_new_tokens: int, *, sampling: dict[str, Any] | None = None, **body: Any):
+    def generate(
+        self, input_ids: list[int], max_new_tokens: int, *, sampling: dict[str, Any] | None = None, **body: Any
+    ):
         """``/generate`` on token ids, greedy unless ``sampling`` says otherwise; returns the parsed answer."""
         params = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True} | (sampling or {})
         response = self.post("/generate", {"input_ids": input_ids, "sampling_params": params} | body)

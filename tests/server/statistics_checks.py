@@ -29,8 +29,8 @@ def filtered(
 def excess(counts: Mapping[Any, int], expected: Mapping[Any, float]) -> float:
     """Pearson's statistic in standard deviations above its mean; infinite when something impossible was drawn.
 
-    Outcomes expected fewer than 5 times form one cell. Below 6 for all but one in 10^6 correct samplers; the
-    distribution is too skewed for a table only when there are few cells, so fewer than 6 are refused.
+    Outcomes expected fewer than 5 times form one cell. With two dozen cells a correct sampler passes 6 about once in
+    10^5 runs; with few cells far more often, so fewer than 6 cells are refused.
     """
     draws = sum(counts.values())
     if any(expected.get(outcome, 0.0) == 0 for outcome in counts):

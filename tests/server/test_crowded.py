@@ -1,4 +1,4 @@
-"""Small pools and a small context: requests that run into the limit inside a block, are retracted, prefill in chunks."""
+"""Small pools and a small context: requests reach the limit inside a block, are retracted, prefill in chunks."""
 
 from __future__ import annotations
 

@@ -137,9 +137,7 @@ def test_a_drifted_sglang_is_refused(drifted_path, tmp_path):
     texts = pair("dense", shared=4)
     line = [*command(texts.target, texts.drafter), "--port", str(free_port())]
     env = server_env(PYTHONPATH=drifted_path, DDTREE_TEST_CONTROL=str(tmp_path / "control.json"))
-    done = subprocess.run(
-        line, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False
-    )
+    done = subprocess.run(line, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode != 0
     message = done.stdout + done.stderr
     assert f"sglang.srt.speculative.spec_utils.{SYMBOL}: {SYMBOL} not found" in message

@@ -45,7 +45,7 @@ SEEDS = (0, 1, 123456789)
 
 @pytest.fixture(scope="module")
 def seeded_texts(tmp_path_factory):
-    """(setting, seed, prompt) -> text: from a server without speculation, and from a tree server alone and in batches."""
+    """(setting, seed, prompt) -> text: of a server without speculation, and of a tree server alone and in batches."""
     texts = pair("dense", shared=4)
     prompts = [texts.cases[i].prompt for i in (2, 7, 9)]
 

@@ -102,6 +102,9 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"speculative-ddtree-topk": 17},
         ("--speculative-ddtree-topk: found 17", "want 2..16"),
     ),
+    "steps": ({"speculative-num-steps": 3}, ("--speculative-num-steps: found 3, want 7",)),
+    "quantised KV": ({"kv-cache-dtype": "fp8_e4m3"}, ("--kv-cache-dtype: found 'fp8_e4m3'", CHAIN)),
+    "sampling": ({"sampling-backend": "flashinfer"}, ("--sampling-backend: found 'flashinfer', want pytorch", CHAIN)),
     "pipeline": ({"pp-size": 2}, ("--pp-size: found 2, want 1", CHAIN)),
     "disaggregation": ({"disaggregation-mode": "decode"}, ("--disaggregation-mode: found 'decode'", CHAIN)),
     # Upstream asserts the same of the tree's width, but says nothing.

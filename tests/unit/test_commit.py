@@ -76,7 +76,7 @@ def test_the_plain_pool_is_ours(wrap: Any, caplog: pytest.LogCaptureFixture) -> 
     assert rows is not None
     assert [b.data_ptr() for b in rows.buffers] == plain.data_ptrs.tolist()
     assert (rows.row_words * 8).tolist() == plain.data_strides.tolist()
-    assert "own kernel, 4 buffers" in caplog.text
+    assert "own torch code, 4 buffers" in caplog.text
 
 
 def quantized() -> Any:
