@@ -220,6 +220,7 @@ WRONG = {
     "linear_attn_backend": "flashinfer",
     "linear_attn_decode_backend": "cutedsl",
     "linear_attn_verify_backend": "flashinfer",
+    "kv_cache_dtype": "fp8_e5m2",
 }
 
 
