@@ -17,6 +17,10 @@ from sglang.srt.speculative.dflash_utils import apply_dflash_verify_logits_adjus
 from sglang.srt.utils.async_probe import sanitize_nan_logits
 from torch import Tensor
 
+# Vocabulary cells sampled at once: 256 MiB of fp32, and a few times that in sorted copies. Bounds the memory of a large
+# batch of nodes, which nothing reserves; 16 rows of a 248k vocabulary are one piece.
+_SAMPLED_CELLS = 1 << 26
+
 
 def process_logits(logits: Tensor, sampling_info: Any, width: int, grammar_mask: Any) -> None:
     """Apply in place what the request adds to ``logits [bs * width, V]``: logit bias, then the grammar.
@@ -46,20 +50,29 @@ def sample_target_tokens(logits: Tensor, sampling_info: Any, width: int, positio
         return values.repeat_interleave(width, 0)
 
     seed = None if sampling_info.sampling_seed is None else per_node(sampling_info.sampling_seed)
-    probs = torch.softmax(logits.float() / per_node(sampling_info.temperatures), dim=-1)
+    temperatures = per_node(sampling_info.temperatures)
+    top_ks, top_ps, min_ps = map(per_node, (sampling_info.top_ks, sampling_info.top_ps, sampling_info.min_ps))
     filtered = (
         sampling_info.need_top_p_sampling or sampling_info.need_top_k_sampling or sampling_info.need_min_p_sampling
     )
-    if not filtered:
-        tokens = sampling_from_probs_torch(probs, sampling_seed=seed, positions=positions)
-    else:
-        tokens = top_k_top_p_min_p_sampling_from_probs_torch(
-            probs,
-            per_node(sampling_info.top_ks),
-            per_node(sampling_info.top_ps),
-            per_node(sampling_info.min_ps),
-            sampling_info.need_min_p_sampling,
-            seed,
-            positions,
-        )
-    return tokens.view(-1).to(torch.int64)
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    piece = max(1, _SAMPLED_CELLS // logits.shape[-1])
+    for start in range(0, len(logits), piece):
+        rows = slice(start, start + piece)
+        probs = torch.softmax(logits[rows].float() / temperatures[rows], dim=-1)
+        row_seed = None if seed is None else seed[rows]
+        if not filtered:
+            drawn = sampling_from_probs_torch(probs, sampling_seed=row_seed, positions=positions[rows])
+        else:
+            drawn = top_k_top_p_min_p_sampling_from_probs_torch(
+                probs,
+                top_ks[rows],
+                top_ps[rows],
+                min_ps[rows],
+                sampling_info.need_min_p_sampling,
+                row_seed,
+                positions[rows],
+                max_top_k=sampling_info.max_top_k,
+            )
+        tokens[rows] = drawn.view(-1)
+    return tokens

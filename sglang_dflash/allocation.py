@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from sglang_dflash.config import TreeConfig
 
 
@@ -17,6 +20,18 @@ def extra_context_len(result: int) -> int:
     from sglang.srt.mem_cache.allocation_sizing import get_alloc_page_size
 
     return max(result, 2 * tree.width + get_alloc_page_size() - 1)
+
+
+def verify_mask_context(original: Callable, **kwargs: Any) -> Any:
+    """AROUND hook of ``maybe_create_verify_mask``: the mask of a request whose last step passed the context limit.
+
+    Overlap starts one more step for a request that has just reached its limit, with a prefix up to a block past it;
+    a buffer sized for the context alone would be written past its end.
+    """
+    tree = TreeConfig.published()
+    if tree is not None and not kwargs["is_draft_runner"]:
+        kwargs["max_context_len"] += 2 * tree.width
+    return original(**kwargs)
 
 
 def alloc_len_per_decode(result: int) -> int:

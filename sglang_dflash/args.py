@@ -12,6 +12,7 @@ import argparse
 import logging
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from sglang_dflash.config import DEFAULT_TOPK, TreeConfig
@@ -38,6 +39,7 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("speculative_use_block_verification", lambda v: not v, "off", "a tree is verified by exact matching"),
     ("speculative_accept_threshold_single", lambda v: v in (None, 1.0), "1.0", "a lower threshold is not lossless"),
     ("speculative_accept_threshold_acc", lambda v: v in (None, 1.0), "1.0", "a lower threshold is not lossless"),
+    ("rl_on_policy_target", lambda v: v is None, "unset", "it samples plain decoding by another formula"),
     (
         "kv_cache_dtype",
         lambda v: not str(v).startswith(("fp8", "fp4", "mxfp", "nvfp", "int8", "int4")),
@@ -151,9 +153,16 @@ def wants_tree(cfg: Any) -> bool:
     return (cfg.speculative_algorithm or "").upper() == "DFLASH" and cfg.speculative_eagle_topk != 1
 
 
+def drafter_path(cfg: Any) -> Path:
+    """The drafter's folder; a hub id is fetched to where SGLang will look for it."""
+    return resolve_drafter_path(
+        cfg.speculative_draft_model_path, cfg.speculative_draft_model_revision, cache_dir=cfg.download_dir
+    )
+
+
 def resolve_tree(cfg: Any) -> TreeConfig:
     """Block from the flag or the drafter, K and N from their flags or defaults. Raises ValueError."""
-    path = resolve_drafter_path(cfg.speculative_draft_model_path, cfg.speculative_draft_model_revision)
+    path = drafter_path(cfg)
     trained = read_drafter_spec(path).block_size
     block_size = int(cfg.speculative_dflash_block_size or trained)
     if block_size > trained:
@@ -197,6 +206,11 @@ def refuse_unsupported(cfg: Any) -> None:
             f"SGLANG_SIMULATE_ACC_LEN: found {SIMULATE_ACC_LEN}, want unset: simulated acceptance changes the text; "
             "unset it."
         )
+    if os.environ.get("SGLANG_DFLASH_EAGER_DRAFT_SAMPLER", "").lower() in ("1", "true", "yes"):
+        raise ValueError(
+            "SGLANG_DFLASH_EAGER_DRAFT_SAMPLER: found it set, want unset: a tree is grown inside the draft graph; "
+            "unset it."
+        )
 
 
 def check_steps(cfg: Any, tree: TreeConfig) -> None:
@@ -216,6 +230,14 @@ def check_track_interval(cfg: Any, tree: TreeConfig) -> None:
             f"--mamba-track-interval: found {interval}, want at least {tree.width}, the tree's verify width: a step "
             "tracks one state; raise it, or lower --speculative-ddtree-budget."
         )
+
+
+def default_requests(cfg: Any) -> int | None:
+    """Running requests when the user named none: upstream's 48, or fewer where fewer are captured as graphs."""
+    decode = cfg.cuda_graph_config.decode
+    if cfg.max_running_requests is not None or decode.backend == "disabled" or not decode.max_bs:
+        return None
+    return min(48, int(decode.max_bs))
 
 
 def resolve_pipeline(original: Callable, server_args: Any) -> None:
@@ -258,13 +280,15 @@ def handle_dflash(original: Callable, server_args: Any) -> None:
     tree = resolve_tree(cfg)
     model_config = model_config_of(server_args)
     spec = check_drafter(
-        resolve_drafter_path(cfg.speculative_draft_model_path, cfg.speculative_draft_model_revision),
+        drafter_path(cfg),
         target_facts(model_config.hf_config, context_len=model_config.context_len),
         # Dummy weights are made up by the loader: there is no file to check.
         tensors=(cfg.speculative_draft_load_format or cfg.load_format) != "dummy",
     )
     for warning in spec.warnings:
         logger.warning(warning)
+    if (requests := default_requests(cfg)) is not None:
+        declare_resolution(server_args, "sglang_dflash.default_requests", max_running_requests=requests)
     declare_resolution(
         server_args,
         "sglang_dflash.chain_view",

@@ -7,6 +7,7 @@ every process that loads plugins, has no side effects, and can be pointed at any
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -54,6 +55,11 @@ NEEDS: tuple[Need, ...] = (
     Need("srt.speculative.dflash_utils:validate_dflash_request", ("req", "enable_overlap"), "hook: refuse with 400"),
     Need("srt.mem_cache.allocation_sizing:get_req_to_token_extra_context_len", (), "hook: row headroom of a tree"),
     Need("srt.mem_cache.allocation_sizing:get_alloc_len_per_decode", (), "hook: a step allocates the width"),
+    Need(
+        "srt.layers.attention.verify_mask:maybe_create_verify_mask",
+        ("is_draft_runner", "max_context_len"),
+        "hook: mask room past the context limit",
+    ),
     Need("srt.mem_cache.allocation_sizing:get_alloc_page_size", (), "row headroom rounds to a page"),
     Need(
         "srt.mem_cache.kv_cache_configurator:KVCacheConfigurator.resolve_max_num_reqs",
@@ -262,7 +268,19 @@ def _check_one(root: Path, need: Need) -> Drift | None:
     return None
 
 
+def installed_version() -> str | None:
+    """The installed SGLang's version, None when its metadata is missing."""
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def check(root: Path | None = None) -> list[Drift]:
-    """Every need that the SGLang below ``root`` (default: the installed one) does not meet."""
+    """Every need that the SGLang below ``root`` does not meet; the default is the installed one, version included."""
+    drifts = []
+    if root is None and (version := installed_version()) != SGLANG_VERSION:
+        need = Need("version", (), "the release this plugin was written against")
+        drifts.append(Drift(need, f"found {version}, want {SGLANG_VERSION}"))
     root = root or sglang_root()
-    return [drift for need in NEEDS if (drift := _check_one(root, need)) is not None]
+    return drifts + [drift for need in NEEDS if (drift := _check_one(root, need)) is not None]

@@ -55,17 +55,19 @@ class TreeSampler:
 
     def __call__(self, hidden: Tensor, input_ids: Tensor) -> None:
         """``hidden [bs * B, H]``, ``input_ids [bs * B]`` (slot 0 of a block is its anchor): fill the buffers."""
+        self._grow_into(self.buffers, hidden, input_ids)
+
+    def _grow_into(self, buffers: TreeBuffers, hidden: Tensor, input_ids: Tensor) -> None:
         ids, log_probs = self.candidates(hidden)
         roots = input_ids.view(-1, self.config.block_size)[:, 0].contiguous()
-        build_tree_into(ids, log_probs, roots, self.buffers, self.config.budget)
+        build_tree_into(ids, log_probs, roots, buffers, self.config.budget)
 
     def grow(self, hidden: Tensor, input_ids: Tensor) -> DraftTree:
-        """The same outside a graph, for any batch size."""
+        """The same outside a graph, for any batch size; a captured graph's buffers stay its own."""
         bs = input_ids.numel() // self.config.block_size
-        if bs > self.buffers.max_bs:
-            self.buffers = TreeBuffers.allocate(bs, self.config.budget, input_ids.device)
-        self(hidden, input_ids)
-        return self.buffers.view(bs)
+        buffers = TreeBuffers.allocate(bs, self.config.budget, input_ids.device)
+        self._grow_into(buffers, hidden, input_ids)
+        return buffers.view(bs)
 
 
 def draft_forward_batch(

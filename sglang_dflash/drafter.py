@@ -33,13 +33,13 @@ __all__ = [
 ]
 
 
-def resolve_drafter_path(path: str | Path, revision: str | None = None) -> Path:
+def resolve_drafter_path(path: str | Path, revision: str | None = None, *, cache_dir: str | None = None) -> Path:
     """The local directory of a drafter: ``path`` itself, or the snapshot of a hub id (``owner/name``).
 
-    Fetches json and safetensors files only; HF_HUB_OFFLINE makes it look in the cache alone. Raises
-    DrafterError.
+    Fetches json and safetensors files only, into ``cache_dir`` (default: the hub's own cache); HF_HUB_OFFLINE makes
+    it look in the cache alone. Raises DrafterError.
     """
-    return _resolve(path, revision, ["*.json", "*.safetensors"])
+    return _resolve(path, revision, ["*.json", "*.safetensors"], cache_dir)
 
 
 def read_drafter_spec(path: str | Path, revision: str | None = None) -> DrafterSpec:
@@ -103,7 +103,7 @@ def _get(config: Any, key: str) -> Any:
     return config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
 
 
-def _resolve(path: str | Path, revision: str | None, patterns: list[str]) -> Path:
+def _resolve(path: str | Path, revision: str | None, patterns: list[str], cache_dir: str | None = None) -> Path:
     local = Path(path).expanduser()
     if local.is_dir():
         return local
@@ -114,7 +114,9 @@ def _resolve(path: str | Path, revision: str | None, patterns: list[str]) -> Pat
     import huggingface_hub  # costs a second, and local paths do not need it
 
     try:
-        return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=patterns))
+        return Path(
+            huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=patterns, cache_dir=cache_dir)
+        )
     except Exception as e:  # the hub's errors have no common base: validation, HTTP, offline, disk
         found = f"no such directory, and the hub answered {type(e).__name__} ({e})"
         raise refuse(name, "path", found, "a local directory or a hub id", "correct or download it first") from e

@@ -22,6 +22,7 @@ MIB = 1 << 20
 class StateMemory:
     """Recurrent-state memory of one worker.
 
+    ``limit``: requests the other limits leave (the wish, the KV cache); None when unknown.
     ``state_bytes``: one state (all linear-attention layers, conv and recurrent), bytes.
     ``slots``: committed states the pool holds (``max_mamba_cache_size``).
     ``slots_per_request``: committed states one running request may hold at once (radix copies included).
@@ -31,11 +32,13 @@ class StateMemory:
     width: int
     slots: int
     slots_per_request: int
+    limit: int | None = None
 
     @property
     def requests(self) -> int:
-        """Requests the committed states allow."""
-        return self.slots // self.slots_per_request
+        """Requests that run: what the committed states allow, or fewer."""
+        allowed = self.slots // self.slots_per_request
+        return allowed if self.limit is None else min(allowed, self.limit)
 
     @property
     def snapshot_bytes(self) -> int:
@@ -49,7 +52,8 @@ class StateMemory:
 
     def __str__(self) -> str:
         return (
-            f"requests = state slots {self.slots} // {self.slots_per_request} a request = {self.requests}; "
+            f"state slots {self.slots} // {self.slots_per_request} a request = {self.slots // self.slots_per_request} "
+            f"requests, {self.requests} run; "
             f"committed states ({self.slots} + 1) x {self.state_bytes / MIB:.2f} MiB = "
             f"{self.committed_bytes / MIB:.0f} MiB; verify snapshots ({self.requests} + 1) requests x {self.width} "
             f"rows x {self.state_bytes / MIB:.2f} MiB = {self.snapshot_bytes / MIB:.0f} MiB"
@@ -62,7 +66,7 @@ _REMEDY = (
 )
 
 
-def _measure(configurator: Any, tree: TreeConfig) -> StateMemory | None:
+def _measure(configurator: Any, tree: TreeConfig, limit: int | None = None) -> StateMemory | None:
     """The state memory of a hybrid target, None for a dense one or before the slots are known."""
     from sglang.srt.runtime_context import get_schedule
 
@@ -75,6 +79,7 @@ def _measure(configurator: Any, tree: TreeConfig) -> StateMemory | None:
         width=tree.width,
         slots=max(0, int(slots)),
         slots_per_request=configurator._calculate_mamba_ratio(),
+        limit=limit,
     )
 
 
@@ -99,7 +104,7 @@ def resolve_max_num_reqs(original: Callable, self: Any, token_capacity: int) -> 
         allowed = original(self, token_capacity)
     except RuntimeError as error:
         raise _explained(error, self, tree) from error
-    memory = _measure(self, tree)
+    memory = _measure(self, tree, allowed)
     if memory is not None:
         logger.info("DDTree state memory: %s.", memory)
         if wished is not None and allowed < wished:

@@ -6,6 +6,7 @@ serve the chain. So a drifted SGLang gets hooks that refuse DFLASH, and the hook
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import pkgutil
@@ -30,7 +31,11 @@ class ContractError(RuntimeError):
 
 
 def _off() -> bool:
-    return os.environ.get("SGLANG_DFLASH", "").lower() in ("off", "0", "false")
+    """Whether SGLANG_DFLASH asks for stock DFLASH; raises ValueError on a value that says neither."""
+    value = os.environ.get("SGLANG_DFLASH", "on")
+    if value.lower() not in ("on", "off"):
+        raise ValueError(f"SGLANG_DFLASH: found {value!r}, want on or off")
+    return value.lower() == "off"
 
 
 def register() -> None:
@@ -74,6 +79,8 @@ def _install_hooks() -> None:
     sizing = "sglang.srt.mem_cache.allocation_sizing."
     _hook(sizing + "get_req_to_token_extra_context_len", allocation.extra_context_len, "AFTER")
     _hook(sizing + "get_alloc_len_per_decode", allocation.alloc_len_per_decode, "AFTER")
+    masks = "sglang.srt.layers.attention.verify_mask.maybe_create_verify_mask"
+    _hook(masks, allocation.verify_mask_context, "AROUND")
     pools = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator."
     _hook(pools + "resolve_max_num_reqs", memory.resolve_max_num_reqs, "AROUND")
     _hook(pools + "_handle_max_mamba_cache", memory.handle_max_mamba_cache, "AROUND")
@@ -138,19 +145,32 @@ def _refuse_dflash(reason: str) -> None:
         name = getattr(subject, "speculative_algorithm", None) or getattr(subject, "name", None) or ""
         return str(name).upper() == "DFLASH"
 
-    def refuse(original: Callable, first: Any, *args: Any) -> Any:
-        if is_dflash(first):
+    def refuse(original: Callable, *args: Any, **kwargs: Any) -> Any:
+        if any(is_dflash(value) for value in (*args, *kwargs.values())):
             raise ContractError(message)
-        return original(first, *args)
+        return original(*args, **kwargs)
 
-    standing = 0
-    for seam in _SEAMS:
-        try:
-            pkgutil.resolve_name(seam)
-        except (ImportError, AttributeError):
-            continue
-        _hook(seam, refuse, "AROUND")
-        standing += 1
-    if not standing and any("dflash" in arg.lower() for arg in sys.argv):
-        # Nothing left to hook: an exception would only be logged and the chain served.
+    if not sum(_refuse_at(seam, refuse) for seam in _SEAMS):
+        # Nothing left to hook, and an exception would only be logged and the chain served.
         sys.exit(message)
+
+
+def _refuse_at(seam: str, refuse: Callable) -> bool:
+    """Put ``refuse`` before ``seam``, by SGLang's registry or, where that has drifted too, by hand."""
+    owner, _, name = seam.rpartition(".")
+    try:
+        parent = pkgutil.resolve_name(owner)
+        original = getattr(parent, name)
+    except (ImportError, AttributeError):
+        return False
+    try:
+        _hook(seam, refuse, "AROUND")
+    except Exception:
+        logger.exception("sglang-dflash: SGLang's hook registry refused %s.", seam)
+
+        @functools.wraps(original)
+        def refusing(*args: Any, **kwargs: Any) -> Any:  # a function, so that it binds as a method
+            return refuse(original, *args, **kwargs)
+
+        setattr(parent, name, refusing)
+    return True

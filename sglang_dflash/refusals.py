@@ -17,9 +17,17 @@ def validate_request(result: str | None, req: Any, enable_overlap: bool) -> str 
 
     reason = reason_to_refuse(req, deterministic=bool(get_exec().deterministic.enable_deterministic_inference))
     if reason is not None:
-        # SGLang prefills one token of a refused request, and a processor that raises there ends the server.
-        req.custom_logit_processor = None
+        _neutralise(req)
     return reason
+
+
+def _neutralise(req: Any) -> None:
+    """SGLang prefills one token of a refused request with all it asked for; what raises there ends the server:
+    a custom processor, or min_p beside seeds."""
+    req.custom_logit_processor = None
+    params = req.sampling_params
+    params.top_k, params.min_p, params.sampling_seed, params.min_new_tokens = 1, 0.0, None, 0
+    params.frequency_penalty, params.presence_penalty, params.repetition_penalty = 0.0, 0.0, 1.0
 
 
 def reason_to_refuse(req: Any, *, deterministic: bool) -> str | None:

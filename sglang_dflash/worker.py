@@ -12,7 +12,7 @@ from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.cuda_graph_config import Backend
-from sglang.srt.runtime_context import get_exec, get_spec
+from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2, _resolve_dflash_embedding_module
 from sglang.srt.speculative.eagle_utils import TreeMaskMode, default_tree_mask_mode, eagle_prepare_for_verify
@@ -27,6 +27,7 @@ from sglang_dflash.draft import TreeSampler, draft_forward_batch
 from sglang_dflash.graph_runner import DDTreeCudaGraphRunner, check_graph
 from sglang_dflash.kernels.accept_walk import AcceptedPaths, accept_walk
 from sglang_dflash.kernels.verify_mask import write_verify_mask
+from sglang_dflash.target import check_ranks, check_target
 from sglang_dflash.tree import DraftTree
 from sglang_dflash.verify_input import DDTreeVerifyInput
 
@@ -66,6 +67,7 @@ class DDTreeWorker(DFlashWorkerV2):
         with self._chain_view():
             super().__init__(server_args, gpu_id, nccl_port, target_worker)
         assert self.block_size == tree.block_size
+        check_ranks(self._tp_sync, get_parallel().tp_size)
         self.speculative_num_draft_tokens = tree.width
         # Triton's one-stage extend kernel (deterministic inference) and the CPU read the mask's prefix columns.
         self._reads_prefix_mask = (
@@ -89,6 +91,7 @@ class DDTreeWorker(DFlashWorkerV2):
             super().alloc_memory_pool(*args, **kwargs)
 
     def init_attention_backends(self) -> None:
+        check_target(self.model_runner)
         with self._chain_view():
             super().init_attention_backends()
 
@@ -122,7 +125,7 @@ class DDTreeWorker(DFlashWorkerV2):
         return None
 
     def prewarm_sampling(self) -> Any:
-        # Upstream rehearses the chain's accept kernels, which a tree never runs.
+        # Upstream rehearses the chain's accept kernels, which a tree never runs; ours takes bounded pieces (accept.py).
         return self.model_runner.prewarm_sampling()
 
     # ---- one step -----------------------------------------------------------------------------
@@ -132,7 +135,7 @@ class DDTreeWorker(DFlashWorkerV2):
     ) -> GenerationBatchResult:
         """Prefill and idle rounds are upstream's; a decode step is ours."""
         prefill = batch.forward_mode.is_extend() or batch.is_extend_in_batch
-        if prefill or batch.forward_mode.is_idle() or batch.spec_info is None:
+        if prefill or batch.forward_mode.is_idle():
             return super().forward_batch_generation(batch, on_publish, grammar_barrier, pp_proxy_tensors)
         step = self._open_step(batch)
         tree = self._draft(step)

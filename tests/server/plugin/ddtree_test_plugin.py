@@ -34,10 +34,10 @@ class Control:
 
 
 class Oracle:
-    """A calibrated random marginal a depth, the true token at a rank drawn from it."""
+    """A calibrated random marginal a depth, the true token at a rank drawn from it.
 
-    def __init__(self):
-        self.rng = random.Random(0)
+    Depends on the prompt's length and the position alone: the same trees in every run and batch.
+    """
 
     def propose(self, control, step, ids, log_probs):
         ids, log_probs = ids.clone(), log_probs.clone()
@@ -48,15 +48,16 @@ class Oracle:
             if truth is None:
                 continue
             anchor = int(step.prefix_lens[i])  # index of the anchor in the sequence
+            rng = random.Random(anchor * 4099 + len(prompt))
             for d in range(depth):
-                probs = [self.rng.uniform(0.35, 0.98)]
+                probs = [rng.uniform(0.35, 0.98)]
                 for _ in range(topk - 1):
-                    probs.append((1 - sum(probs)) * self.rng.uniform(0.4, 0.8))
+                    probs.append((1 - sum(probs)) * rng.uniform(0.4, 0.8))
                 probs.sort(reverse=True)
                 true = truth[anchor + 1 + d] if anchor + 1 + d < len(truth) else None
-                tokens = self.rng.sample([t for t in range(256) if t != true], topk)
-                if true is not None and self.rng.random() > (control["miss"] or 0.05):
-                    tokens[self.rng.choices(range(topk), probs)[0]] = true
+                tokens = rng.sample([t for t in range(256) if t != true], topk)
+                if true is not None and rng.random() > (control["miss"] or 0.05):
+                    tokens[rng.choices(range(topk), probs)[0]] = true
                 ids[i, d] = torch.tensor(tokens)
                 log_probs[i, d] = torch.tensor(probs).log()
         return ids, log_probs
