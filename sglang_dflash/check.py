@@ -177,8 +177,11 @@ def check_entry_points(report: Report, platform: str) -> None:
         table.add_row(group, name, value, "[green]ok" if problem is None else f"[red]{problem}")
         if problem is not None and problem not in report.problems:  # one variable can switch off both
             report.problems.append(problem)
-    if os.environ.get("SGLANG_DFLASH", "").lower() in ("off", "0", "false"):
+    switch = os.environ.get("SGLANG_DFLASH", "on")
+    if switch.lower() == "off":
         report.notes.append("SGLANG_DFLASH=off: DFLASH is stock SGLang's chain, the tree flags are absent.")
+    elif switch.lower() != "on":
+        report.problems.append(f"SGLANG_DFLASH: found {switch!r}, want on or off; correct or unset it")
 
 
 def _entry_problem(name: str, points: list[importlib.metadata.EntryPoint]) -> str | None:

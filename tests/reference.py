@@ -57,9 +57,7 @@ def greedy(model_dir: Path | str, prompts: list[list[int]], new_tokens: int) -> 
             check=False,
         )
         if done.returncode != 0:
-            raise RuntimeError(
-                f"reference for {model_dir}: exit status {done.returncode}, wanted 0; {done.stderr}"
-            )
+            raise RuntimeError(f"reference for {model_dir}: exit status {done.returncode}, wanted 0; {done.stderr}")
         CACHE.mkdir(parents=True, exist_ok=True)
         unfinished = cached.with_suffix(f".{os.getpid()}")
         unfinished.write_text(done.stdout.splitlines()[-1])

@@ -84,9 +84,7 @@ def check(mode, lengths, new, layer, sees, **fields):
     tokens = sum(new)
     q, k, v = random(tokens, HEADS * DIM, seed=4), random(tokens, KV_HEADS * DIM, seed=5), None
     v = random(tokens, KV_HEADS * V_DIM, seed=6)
-    where = torch.cat(
-        [request_table[r, n - e : n] for r, n, e in zip(rows, lengths, new, strict=True)]
-    ).long()
+    where = torch.cat([request_table[r, n - e : n] for r, n, e in zip(rows, lengths, new, strict=True)]).long()
     seq_lens = fields.pop("seq_lens", lengths)
     batch = SimpleNamespace(
         forward_mode=mode,
@@ -166,12 +164,9 @@ def test_verify_tree(full, window):
     mask = ancestors_mask(parents)
     if full:
         blocks = [
-            torch.cat([torch.ones(NODES, p, dtype=torch.bool), m], 1)
-            for p, m in zip(PREFIXES, mask, strict=True)
+            torch.cat([torch.ones(NODES, p, dtype=torch.bool), m], 1) for p, m in zip(PREFIXES, mask, strict=True)
         ]
-        flat = torch.cat(
-            [b.flatten() for b in blocks] + [torch.ones(5, dtype=torch.bool)]
-        )  # padded at the end
+        flat = torch.cat([b.flatten() for b in blocks] + [torch.ones(5, dtype=torch.bool)])  # padded at the end
     else:
         flat = mask.flatten()
 

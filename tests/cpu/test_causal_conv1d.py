@@ -126,9 +126,7 @@ def test_decode_is_a_chain_of_one():
     x, weight = random(3, DIM, seed=1), random(DIM, 4, seed=2)
     states = random(5, DIM, 3, seed=3)
     updated = states.clone()
-    out = causal_conv1d_update_cpu(
-        x, updated, weight, None, "silu", conv_state_indices=torch.tensor([4, -1, 2])
-    )
+    out = causal_conv1d_update_cpu(x, updated, weight, None, "silu", conv_state_indices=torch.tensor([4, -1, 2]))
     for n, slot in ((0, 4), (2, 2)):
         sequence = torch.cat([states[slot], x[n].unsqueeze(1)], 1)
         close(out[n], conv(sequence, weight, None, "silu")[:, 0])

@@ -36,9 +36,7 @@ def test_prefill_equals_the_recurrence(lengths):
     g, beta = (t.float().unsqueeze(0) for t in gates(x))
     updated = states.clone()
 
-    out, same_pool, starts = chunk_gated_delta_rule_cpu(
-        x.q, x.k, x.v, g, beta, updated, cu, False, True, slots
-    )
+    out, same_pool, starts = chunk_gated_delta_rule_cpu(x.q, x.k, x.v, g, beta, updated, cu, False, True, slots)
 
     assert same_pool is updated
     expected_starts = []
@@ -140,10 +138,6 @@ def test_verify_snapshots_every_node(tree):
 def test_refuses_what_it_does_not_compute():
     x = random_inputs(1, seed=0)
     with pytest.raises(ValueError, match="is_kda"):
-        fused_sigmoid_gating_delta_rule_update_cpu(
-            *x, pool(), torch.tensor([0]), torch.tensor([0, 1]), is_kda=True
-        )
+        fused_sigmoid_gating_delta_rule_update_cpu(*x, pool(), torch.tensor([0]), torch.tensor([0, 1]), is_kda=True)
     with pytest.raises(ValueError, match="head_first"):
-        chunk_gated_delta_rule_cpu(
-            x.q, x.k, x.v, x.a, x.b, pool(), torch.tensor([0, 1]), True, True, torch.tensor([0])
-        )
+        chunk_gated_delta_rule_cpu(x.q, x.k, x.v, x.a, x.b, pool(), torch.tensor([0, 1]), True, True, torch.tensor([0]))

@@ -114,9 +114,7 @@ def test_samples_follow_the_distribution(plain, sampling):
 def seeded_chain(hybrid, tmp_path_factory):
     """Stock chain DFLASH on the hybrid, with deterministic inference: both must start and serve on a CPU."""
     options = (*HYBRID, "--enable-deterministic-inference")
-    with Server(
-        tmp_path_factory.mktemp("chain"), hybrid.target, hybrid.drafter, *options, env=STOCK
-    ) as server:
+    with Server(tmp_path_factory.mktemp("chain"), hybrid.target, hybrid.drafter, *options, env=STOCK) as server:
         yield server
         server.assert_healthy()
 

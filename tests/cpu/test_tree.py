@@ -56,9 +56,7 @@ def test_links_from_a_mask():
     parents = random_parents(batch, nodes, seed=1)
     child, sibling = links(parents)
     prefix = torch.tensor([0, 3, 17, 5])
-    positions, index, found_child, found_sibling = (
-        torch.zeros(batch, nodes, dtype=torch.int64) for _ in range(4)
-    )
+    positions, index, found_child, found_sibling = (torch.zeros(batch, nodes, dtype=torch.int64) for _ in range(4))
     reconstruct_indices_from_tree_mask(
         ancestors_mask(parents).flatten(),
         prefix,

@@ -30,9 +30,7 @@ def differences():
         "SGLANG_USE_CPU_ENGINE": "0",
         "SGLANG_PLUGINS": "none",
     }
-    done = subprocess.run(
-        [sys.executable, script], env=environment, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

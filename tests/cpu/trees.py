@@ -10,10 +10,7 @@ import torch
 def random_parents(batch: int, nodes: int, seed: int) -> torch.Tensor:
     """int32 `[batch, nodes]`; entry 0 is 0, every other parent is any earlier node."""
     generator = torch.Generator().manual_seed(seed)
-    rows = [
-        [0] + [int(torch.randint(0, i, (), generator=generator)) for i in range(1, nodes)]
-        for _ in range(batch)
-    ]
+    rows = [[0] + [int(torch.randint(0, i, (), generator=generator)) for i in range(1, nodes)] for _ in range(batch)]
     return torch.tensor(rows, dtype=torch.int32)
 
 

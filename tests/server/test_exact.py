@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import statistics
 from collections import Counter
 
 import pytest
@@ -96,3 +99,19 @@ def test_every_node_has_the_logits_of_its_root_path(served, forward, tmp_path, f
     assert error.quantile(0.9) < 1e-3
     # At a few nodes the hybrid normalises almost nothing: transformers in fp32 is as far from float64 there.
     assert error.max() < (1e-3 if texts.target.name == "dense" else 3e-2)
+
+
+@pytest.mark.parametrize("full_mask", [False, True], ids=["qlen_only", "full_mask"])
+def test_a_node_is_its_root_path_and_nothing_else(served, tmp_path, full_mask):
+    """The server's own pass over the root path as a chain gives the node's logits; a changed sibling moves nothing."""
+    server, texts = served
+    file = tmp_path / "steps.jsonl"
+    server.control(full_mask=full_mask, steps=str(file))
+    answers(server, [dataclasses.replace(c, answer=c.answer[:12]) for c in texts.cases[:8]], 4)
+    server.control(full_mask=False, steps=None)
+    steps = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(steps) > 8
+    assert max(s["same"] for s in steps) < 1e-4
+    assert statistics.median(s["other"] for s in steps) > 1  # what another node's logits are away
+    assert max(s["others"] for s in steps) == max(s["repeat"] for s in steps) == 0
+    assert min(s["leaf"] for s in steps) > 1

@@ -70,6 +70,12 @@ def seeded_texts(tmp_path_factory):
     with Server(tmp_path_factory.mktemp("tree"), texts.target, texts.drafter, *SEEDED, *tree) as server:
         server.control(truths=texts.truths)
         alone, batched = ask(server, 1), ask(server, 4)
+        # SGLang prefills a refused request too, and its seeded sampler asserts on min_p: the server must outlive it.
+        refused = {"temperature": 1.0, "min_p": 0.2, "max_new_tokens": 4}
+        answer = server.post("/generate", {"input_ids": prompts[0], "sampling_params": refused})
+        assert answer.status_code == 400
+        assert "min_p" in answer.text
+        assert server.generate(prompts[0], 8)["output_ids"] == texts.cases[2].answer[:8]
         server.assert_healthy()
     return plain, alone, batched
 

@@ -70,6 +70,7 @@ def sampling_info(bs, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
         need_top_k_sampling=top_k > 0,
         need_top_p_sampling=top_p < 1,
         need_min_p_sampling=min_p > 0,
+        max_top_k=top_k or None,
     )
 
 
@@ -84,7 +85,8 @@ def target_walk(tree, logits, info, prefix_lens, out):
 def draft_walk(tree, logits, info, prefix_lens, out):
     """A mistake: nodes with children choose one of them, whatever the target says."""
     bs, width = tree.tokens.shape
-    tokens = sample_target_tokens(logits.view(bs * width, VOCAB), info, width, None).view(bs, width)
+    positions = tree.positions(prefix_lens).view(-1)
+    tokens = sample_target_tokens(logits.view(bs * width, VOCAB), info, width, positions).view(bs, width)
     child = tree.next_token
     chosen = torch.where(child >= 0, tree.tokens.gather(1, child.clamp(min=0)), tokens)
     accept_walk(tree, chosen, prefix_lens, out)
@@ -94,7 +96,8 @@ def second_chance_walk(tree, logits, info, prefix_lens, out):
     """A subtle mistake: a node whose draw misses every child draws once more, which favours drafted tokens."""
     bs, width = tree.tokens.shape
     flat = logits.view(bs * width, VOCAB)
-    first, second = (sample_target_tokens(flat, info, width, None).view(bs, width) for _ in range(2))
+    positions = tree.positions(prefix_lens).view(-1)
+    first, second = (sample_target_tokens(flat, info, width, positions).view(bs, width) for _ in range(2))
     rows = torch.arange(width)
     is_child = tree.parents.unsqueeze(1) == rows.view(1, -1, 1)  # [bs, parent, child]
     hit = (is_child & (tree.tokens.unsqueeze(1) == first.unsqueeze(2))).any(-1)

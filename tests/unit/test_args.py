@@ -22,6 +22,7 @@ from sglang_dflash.cpu import stand_in
 
 stand_in.install()  # before SGLang's modules: their CPU path imports sgl_kernel
 
+from sglang.srt.model_executor.cuda_graph_config import PhaseConfig  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
 PROBE = Path(__file__).with_name("resolve_serve_config.py")
@@ -297,3 +298,31 @@ def test_edges_of_a_tree() -> None:
         tree = TreeConfig(*sizes)
         assert tree.width == sizes[2] + 1
         assert tree.depth == sizes[0] - 1
+
+
+@pytest.mark.parametrize(
+    ("wish", "backend", "max_bs", "wanted"),
+    [
+        (None, "full", 16, 16),
+        (None, "breakable", 16, 16),
+        (None, "full", 48, 48),
+        (None, "full", 160, 48),
+        (None, "full", None, None),
+        (None, "disabled", 16, None),
+        (100, "full", 16, None),
+    ],
+)
+def test_default_requests(wish: int | None, backend: str, max_bs: int | None, wanted: int | None) -> None:
+    """A wish stands as it is, even past the graphs: the start-up check of the graphs names it."""
+    decode = PhaseConfig(backend=backend, max_bs=max_bs)
+    cfg = SimpleNamespace(max_running_requests=wish, cuda_graph_config=SimpleNamespace(decode=decode))
+    assert args.default_requests(cfg) == wanted
+
+
+def test_an_eager_draft_sampler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("1", "TRUE", "yes"):
+        monkeypatch.setenv("SGLANG_DFLASH_EAGER_DRAFT_SAMPLER", value)
+        with pytest.raises(ValueError, match=r"^SGLANG_DFLASH_EAGER_DRAFT_SAMPLER: found it set, want unset"):
+            args.refuse_unsupported(SimpleNamespace(**stock_options()))
+    monkeypatch.setenv("SGLANG_DFLASH_EAGER_DRAFT_SAMPLER", "0")
+    args.refuse_unsupported(SimpleNamespace(**stock_options()))

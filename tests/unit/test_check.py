@@ -141,6 +141,14 @@ def test_switched_off_is_noted(clean: pytest.MonkeyPatch) -> None:
     assert not report.problems
 
 
+@pytest.mark.parametrize("value", ["0", "false", "of"])
+def test_a_switch_that_says_neither_is_a_problem(value: str, clean: pytest.MonkeyPatch) -> None:
+    clean.setenv("SGLANG_DFLASH", value)
+    report = check.Report()
+    check.check_entry_points(report, "cpu")
+    assert report.problems == [f"SGLANG_DFLASH: found {value!r}, want on or off; correct or unset it"]
+
+
 def test_missing_and_broken_entry_points(clean: pytest.MonkeyPatch) -> None:
     broken = importlib.metadata.EntryPoint("sglang_dflash", "sglang_dflash.absent:register", check.PLUGIN[0])
     clean.setattr(importlib.metadata, "entry_points", lambda group: [broken] if group == check.PLUGIN[0] else [])

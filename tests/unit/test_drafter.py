@@ -238,14 +238,12 @@ def test_file_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(root.parent)  # so that the relative path looks like a hub id
     with pytest.raises(DrafterError, match=r"config\.json: path: found a file, wanted a local directory"):
         resolve_drafter_path(f"{root.name}/config.json")
-    with pytest.raises(
-        DrafterError, match=r"model\.safetensors: path: found a file, wanted a local directory"
-    ):
+    with pytest.raises(DrafterError, match=r"model\.safetensors: path: found a file, wanted a local directory"):
         resolve_drafter_path(root / WEIGHTS)
 
 
 def test_hub_id_fetches_configs_and_safetensors_only(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
+    calls, wanted = [], ["*.json", "*.safetensors"]
 
     def snapshot_download(name: str, **kwargs: Any) -> str:
         calls.append((name, kwargs))
@@ -253,8 +251,10 @@ def test_hub_id_fetches_configs_and_safetensors_only(root: Path, monkeypatch: py
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     assert check_drafter("z-lab/Tiny-DFlash", TARGET, revision="abc").path == str(root)
+    assert resolve_drafter_path("z-lab/Tiny-DFlash", cache_dir="/models") == root
     assert calls == [
-        ("z-lab/Tiny-DFlash", {"revision": "abc", "allow_patterns": ["*.json", "*.safetensors"]})
+        ("z-lab/Tiny-DFlash", {"revision": revision, "allow_patterns": wanted, "cache_dir": cache})
+        for revision, cache in (("abc", None), (None, "/models"))
     ]
 
 

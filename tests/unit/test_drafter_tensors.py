@@ -37,9 +37,7 @@ def pop(name: str) -> Callable[[dict[str, torch.Tensor]], Any]:
     return lambda tensors: tensors.pop(name)
 
 
-def put(
-    name: str, *shape: int, dtype: torch.dtype = torch.bfloat16
-) -> Callable[[dict[str, torch.Tensor]], Any]:
+def put(name: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[dict[str, torch.Tensor]], Any]:
     return lambda tensors: tensors.__setitem__(name, torch.zeros(shape, dtype=dtype))
 
 
@@ -111,9 +109,7 @@ def test_asked_for_biases_must_exist(root: Path) -> None:
     edit(root, {"attention_bias": True})
     assert_refused(root, WEIGHTS, "layers.0.self_attn.q_proj.bias", "8 missing", "shape [32]")
     sizes = {"q": HEADS * D, "k": KV * D, "v": KV * D, "o": H}
-    biases = {
-        f"layers.{i}.self_attn.{p}_proj.bias": torch.zeros(n) for i in range(2) for p, n in sizes.items()
-    }
+    biases = {f"layers.{i}.self_attn.{p}_proj.bias": torch.zeros(n) for i in range(2) for p, n in sizes.items()}
     retensor(root, lambda tensors: tensors.update(biases))
     assert check_drafter(root, TARGET).attention_bias
 
@@ -134,9 +130,7 @@ def test_damaged_file_is_refused(root: Path, cut: int | None) -> None:
     assert_refused(root, WEIGHTS, "a damaged file", "a complete safetensors file", "download it again")
 
 
-@pytest.mark.parametrize(
-    ("names", "part"), [((), "none"), (("pytorch_model.bin",), "only pytorch_model.bin (pickle")]
-)
+@pytest.mark.parametrize(("names", "part"), [((), "none"), (("pytorch_model.bin",), "only pytorch_model.bin (pickle")])
 def test_no_safetensors_is_refused(root: Path, names: tuple[str, ...], part: str) -> None:
     (root / WEIGHTS).unlink()
     for name in names:
@@ -165,9 +159,7 @@ def write_index(root: Path, weight_map: Any) -> None:
 
 def test_sharded_drafter_is_accepted(root: Path) -> None:
     shard(root)
-    save_file(
-        {"stray": torch.zeros(1)}, root / "consolidated.safetensors"
-    )  # not in the index, so never loaded
+    save_file({"stray": torch.zeros(1)}, root / "consolidated.safetensors")  # not in the index, so never loaded
     assert check_drafter(root, TARGET).num_layers == LAYERS
 
 
@@ -241,15 +233,11 @@ def fused(tensors: dict[str, torch.Tensor]) -> None:
     for i in range(LAYERS):
         a, m = f"layers.{i}.self_attn", f"layers.{i}.mlp"
         tensors[f"{a}.qkv_proj.weight"] = torch.cat([tensors.pop(f"{a}.{n}_proj.weight") for n in "qkv"])
-        tensors[f"{m}.gate_up_proj.weight"] = torch.cat(
-            [tensors.pop(f"{m}.{n}_proj.weight") for n in ("gate", "up")]
-        )
+        tensors[f"{m}.gate_up_proj.weight"] = torch.cat([tensors.pop(f"{m}.{n}_proj.weight") for n in ("gate", "up")])
 
 
 @pytest.mark.parametrize("change", [prefixed, aliased, fused])
-def test_names_the_loader_knows_are_accepted(
-    root: Path, change: Callable[[dict[str, torch.Tensor]], None]
-) -> None:
+def test_names_the_loader_knows_are_accepted(root: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
     retensor(root, change)
     assert check_drafter(root, TARGET).num_layers == LAYERS
 

@@ -53,12 +53,32 @@ def test_everything_in_order_installs_every_hook(hooks: list) -> None:
     assert len(plugin._hooked) == len(set(plugin._hooked))
 
 
-@pytest.mark.parametrize("value", ["off", "OFF", "0", "false"])
+@pytest.mark.parametrize("value", ["off", "OFF"])
 def test_switched_off_installs_nothing(value: str, hooks: list, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_DFLASH", value)
     monkeypatch.setattr(contract, "check", lambda: [DRIFT])
     plugin.register()
     assert hooks == []
+
+
+@pytest.mark.parametrize("value", ["on", "On"])
+def test_switched_on_is_the_default(value: str, hooks: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin.register()
+    default = list(hooks)
+    hooks.clear()
+    monkeypatch.setenv("SGLANG_DFLASH", value)
+    plugin.register()
+    assert targets(hooks) == targets(default) > set(plugin._SEAMS)
+
+
+@pytest.mark.parametrize("value", ["0", "1", "false", "chain", ""])
+def test_any_other_switch_refuses_dflash(value: str, hooks: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_DFLASH", value)
+    plugin.register()
+    assert targets(hooks) == set(plugin._SEAMS)
+    for _, hook, _ in hooks:
+        with pytest.raises(plugin.ContractError, match=rf"SGLANG_DFLASH: found {value!r}, want on or off"):
+            hook(lambda *_: None, SpeculativeAlgorithm.DFLASH)
 
 
 def test_cpu_mode_stands_when_dflash_is_off(hooks: list, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,17 +138,45 @@ def test_whatever_is_wrong_refuses_dflash_and_only_dflash(
         passed.clear()
 
 
-@pytest.mark.parametrize(("command", "exits"), [(["--speculative-algorithm", "DFlash"], True), (["x"], False)])
-def test_nothing_left_to_hook(command: list[str], exits: bool, hooks: list, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("command", [["--speculative-algorithm", "DFlash"], ["x"], []])
+def test_nothing_left_to_hook(command: list[str], hooks: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A YAML file or an Engine keyword may ask for DFLASH as well, so the command line does not decide."""
     monkeypatch.setattr(plugin, "_SEAMS", ("sglang.srt.absent.seam", "sglang.srt.utils.no_such_function"))
     monkeypatch.setattr(contract, "check", lambda: [DRIFT])
     monkeypatch.setattr(sys, "argv", ["launch_server", *command])
-    if exits:
-        with pytest.raises(SystemExit, match="thing not found"):
-            plugin.register()
-    else:
+    with pytest.raises(SystemExit, match="thing not found"):
         plugin.register()
     assert hooks == []
+
+
+def test_a_drifted_registry_is_gone_around(hooks: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even then DFLASH is refused, by seams patched by hand, and nothing else is."""
+    from sglang.srt.arg_groups import pipeline, speculative_hook
+
+    def drifted(*_: Any) -> None:
+        raise TypeError("register() takes 3 positional arguments but 4 were given")
+
+    monkeypatch.setattr(HookRegistry, "register", drifted)
+    passed: list[tuple] = []
+    seams = (
+        (pipeline, "run_resolution_pipeline"),
+        (speculative_hook, "_handle_dflash"),
+        (SpeculativeAlgorithm, "create_worker"),
+    )
+    for owner, name in seams:  # restored after the test, whatever register makes of them
+        monkeypatch.setattr(owner, name, lambda *arguments: passed.append(arguments) or "result")
+    plugin.register()
+    assert hooks == []
+    for owner, name in seams[:2]:
+        with pytest.raises(plugin.ContractError, match="TypeError: register"):
+            getattr(owner, name)(SimpleNamespace(speculative_algorithm="DFLASH"))
+        assert getattr(owner, name)(SimpleNamespace(speculative_algorithm="EAGLE")) == "result"
+    with pytest.raises(plugin.ContractError, match="TypeError: register"):
+        SpeculativeAlgorithm.DFLASH.create_worker("server_args")
+    with pytest.raises(plugin.ContractError):
+        SpeculativeAlgorithm.DFLASH.create_worker(server_args="server_args")
+    assert SpeculativeAlgorithm.EAGLE.create_worker("server_args") == "result"
+    assert len(passed) == 3
 
 
 def test_missing_hooks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,6 +114,33 @@ def test_min_p_needs_an_unseeded_server() -> None:
         )
 
 
+def test_a_refused_request_can_raise_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang still prefills one token of it, in a batch with requests that are served."""
+    monkeypatch.setattr(TreeConfig, "published", classmethod(lambda cls: TREE))
+    execution = SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=True))
+    monkeypatch.setattr(runtime_context, "get_exec", lambda: execution)
+    asked = {
+        "temperature": 0.7,
+        "top_k": 20,
+        "min_p": 0.1,
+        "sampling_seed": 7,
+        "min_new_tokens": 3,
+        "frequency_penalty": 0.5,
+        "presence_penalty": 0.5,
+        "repetition_penalty": 1.5,
+    }
+    req = request(asked, custom_logit_processor="code")
+    assert refusals.validate_request(None, req, True) is not None
+    assert req.custom_logit_processor is None
+    params = req.sampling_params
+    assert (params.top_k, params.min_p, params.sampling_seed, params.min_new_tokens) == (1, 0.0, None, 0)
+    assert (params.frequency_penalty, params.presence_penalty, params.repetition_penalty) == (0.0, 0.0, 1.0)
+    assert refusals.reason_to_refuse(req, deterministic=True) is None
+    served = request({"temperature": 0.7, "sampling_seed": 7})
+    assert refusals.validate_request(None, served, True) is None
+    assert (served.sampling_params.sampling_seed, served.sampling_params.temperature) == (7, 0.7)
+
+
 def test_only_where_a_tree_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     penalised, tree = request({"frequency_penalty": 0.5}), [TREE]
     monkeypatch.setattr(TreeConfig, "published", classmethod(lambda cls: tree[0]))

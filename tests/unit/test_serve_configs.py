@@ -31,9 +31,7 @@ TARGET_BYTES = {
     "Qwen/Qwen3-8B": 2 * 8.19e9,
     "meta-llama/Llama-3.1-8B-Instruct": 2 * 8.03e9,
 }
-HYBRID_RESERVE = (
-    10 * GIB
-)  # upstream's pre_capture_activation_reserve_mb_of, the least it takes on a large GPU
+HYBRID_RESERVE = 10 * GIB  # upstream's pre_capture_activation_reserve_mb_of, the least it takes on a large GPU
 
 by_name = pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
 on_gpu = pytest.mark.parametrize("file", GPU_FILES, ids=lambda f: f.stem)

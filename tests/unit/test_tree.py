@@ -16,9 +16,7 @@ from sglang_dflash.tree import MAX_NODES, DraftTree, build_draft_tree, naive_bui
 NINF = float("-inf")
 
 
-def check(
-    token_ids: Tensor, log_probs: Tensor, num_nodes: int, order: Callable[..., list] = brute_force
-) -> DraftTree:
+def check(token_ids: Tensor, log_probs: Tensor, num_nodes: int, order: Callable[..., list] = brute_force) -> DraftTree:
     """Candidates must be sorted. Checks every request against `order`; returns the tree."""
     roots = torch.arange(token_ids.shape[0]) + 7
     tree = naive_build_draft_tree(token_ids, log_probs, num_nodes, roots)
@@ -36,9 +34,7 @@ def test_equals_brute_force(depth: int, width: int, levels: int | None) -> None:
 
 
 @pytest.mark.parametrize("levels", [None, 1, 4])
-@pytest.mark.parametrize(
-    ("depth", "width", "num_nodes"), [(15, 8, 32), (31, 16, 128), (7, 4, 64), (15, 1, 15)]
-)
+@pytest.mark.parametrize(("depth", "width", "num_nodes"), [(15, 8, 32), (31, 16, 128), (7, 4, 64), (15, 1, 15)])
 def test_equals_heap(depth: int, width: int, num_nodes: int, levels: int | None) -> None:
     token_ids, log_probs = random_candidates(2, depth, width, depth + num_nodes, levels, dead=0.1)
     check(token_ids, log_probs, num_nodes, heap_order)

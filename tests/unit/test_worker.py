@@ -1,4 +1,4 @@
-"""What the tree worker decides on the host: a batch of chains is verified without a mask."""
+"""What the tree worker decides on the host: chains need no mask, and a decode batch is never upstream's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from sglang_dflash.tree import DraftTree, build_draft_tree
 
 stand_in.install()  # before SGLang's modules: their CPU path imports sgl_kernel
 
-from sglang.srt.speculative.eagle_utils import TreeMaskMode  # noqa: E402
+from sglang.kernels.ops.speculative.spec_tree import TreeMaskMode  # noqa: E402
+from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2  # noqa: E402
 
 from sglang_dflash.worker import DDTreeWorker  # noqa: E402
 
@@ -55,3 +56,17 @@ def test_chains_need_no_mask(worker: Any, first: tuple[float, ...], masked: bool
         assert torch.equal(mask.view(tree.mask().shape), tree.mask())
     else:
         assert torch.equal(positions, prefix.view(-1, 1) + torch.arange(BUDGET + 1))
+
+
+@pytest.mark.parametrize("state", [None, SimpleNamespace()])
+def test_a_decode_batch_without_our_state_is_an_error(worker: Any, state: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It never falls to upstream's decode, which would serve the chain without a word."""
+    monkeypatch.setattr(DFlashWorkerV2, "forward_batch_generation", lambda *_: "upstream's")
+    mode = SimpleNamespace(is_extend=lambda: False, is_idle=lambda: False)
+    batch = SimpleNamespace(forward_mode=mode, is_extend_in_batch=False, spec_info=state)
+    with pytest.raises(RuntimeError, match=rf"found {type(state).__name__} as state, want DFlashDraftInputV2"):
+        worker.forward_batch_generation(batch)
+    for prefill, idle, mixed in ((True, False, False), (False, True, False), (False, False, True)):
+        batch.forward_mode = SimpleNamespace(is_extend=lambda value=prefill: value, is_idle=lambda value=idle: value)
+        batch.is_extend_in_batch = mixed
+        assert worker.forward_batch_generation(batch) == "upstream's"

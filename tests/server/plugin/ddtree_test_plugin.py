@@ -6,6 +6,7 @@ A control file (``DDTREE_TEST_CONTROL``, JSON, read again whenever it changes) s
 - ``break``: one deliberate mistake (see ``BREAKS``); the tests must notice each.
 - ``trace``: a file that receives one JSON line a request and step.
 - ``logits``: a folder that receives one file a request and step: the tree and the logits of every node.
+- ``steps``: a file that receives, for every step, what ``step_checks`` finds on running it again.
 - ``full_mask``: verify with FULL_MASK instead of the platform's mask mode.
 """
 
@@ -14,6 +15,8 @@ import functools
 import json
 import os
 import random
+import sys
+from pathlib import Path
 
 import torch
 
@@ -75,12 +78,15 @@ def instrument(worker_class):
     """Patch the tree worker, in the scheduler process only."""
     if worker_class.__name__ != "DDTreeWorker":
         return worker_class
+    sys.path.append(str(Path(__file__).resolve().parents[2]))  # tests/: step_checks
     from sglang.srt.speculative.eagle_utils import TreeMaskMode
+    from step_checks import disturb_leaf, repeatable, verify_paths
 
     from sglang_dflash import worker
     from sglang_dflash.draft import TreeSampler
 
     control, oracle, now = Control(os.environ["DDTREE_TEST_CONTROL"]), Oracle(), {}
+    rng = random.Random(0)
 
     def around(owner, name):
         def decorate(function):
@@ -112,6 +118,15 @@ def instrument(worker_class):
             width = self.tree.width
             mask = torch.ones(width, width, dtype=torch.bool).tril().repeat(step.batch_size, 1, 1).view(-1)
         return mask, positions
+
+    @around(worker_class, "_verify")
+    def _verify(self, original, step, tree):
+        if control["steps"]:
+            verify = repeatable(self, step, functools.partial(original, self, step))
+            line = disturb_leaf(verify, tree, rng) | verify_paths(verify, tree, rng)
+            with open(control["steps"], "a") as file:
+                file.write(json.dumps(line) + "\n")
+        return original(self, step, tree)
 
     @around(worker_class, "_accept")
     def _accept(self, original, step, tree, verify_input, output, *args):
