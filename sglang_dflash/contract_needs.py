@@ -237,7 +237,7 @@ NEEDS: tuple[Need, ...] = (
     Need("srt.runtime_context:get_exec", (), "published values"),
     Need("srt.runtime_context:get_parallel", (), "ranks that must agree"),
     Need("srt.runtime_context:get_schedule", (), "state slots"),
-    Need("srt.runtime_context:_ConfigBag.override", ("self",), "chain values around upstream's init"),
+    Need("srt.runtime_context:_ConfigBag.override", (), "chain values around upstream's init"),
     # the target
     *_members("srt.configs.model_config:AttentionArch", "other attention is refused", "MHA"),
     *_members("srt.configs.model_config:ModelConfig", "target facts", "attention_arch context_len hf_config"),

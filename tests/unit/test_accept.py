@@ -22,13 +22,13 @@ REQUESTS, WIDTH, VOCAB = 3, 5, 64
 
 
 def sampling_info(seeded: bool, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Any:
-    """Every request another temperature and seed, so that a wrong row shows."""
+    """Every request another temperature, seed, top-k and top-p, so that a wrong row shows."""
     return SimpleNamespace(
         is_all_greedy=False,
         sampling_seed=torch.arange(REQUESTS) + 40 if seeded else None,
         temperatures=torch.linspace(0.5, 3, REQUESTS).unsqueeze(1),
-        top_ks=torch.full((REQUESTS,), top_k or 1 << 30, dtype=torch.int32),
-        top_ps=torch.full((REQUESTS,), top_p),
+        top_ks=torch.linspace(top_k, max(1, top_k // 4), REQUESTS).int() if top_k else torch.full((REQUESTS,), 1 << 30),
+        top_ps=torch.linspace(top_p, top_p / 2, REQUESTS) if top_p < 1 else torch.ones(REQUESTS),
         min_ps=torch.full((REQUESTS,), min_p),
         need_top_k_sampling=top_k > 0,
         need_top_p_sampling=top_p < 1,
@@ -75,3 +75,15 @@ def test_the_filters_reach_every_piece(filters: dict, monkeypatch: pytest.Monkey
     monkeypatch.setattr(accept, "_SAMPLED_CELLS", 4 * VOCAB)
     assert torch.equal(draw(sampling_info(False, **filters)), greedy)
     assert torch.equal(draw(None), greedy)
+
+
+def test_min_p_is_that_of_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the last request's leaves one token."""
+    torch.manual_seed(3)
+    greedy, info = draw(None).view(REQUESTS, WIDTH), sampling_info(False, min_p=1.0)
+    info.min_ps[:-1] = 0.0
+    monkeypatch.setattr(accept, "_SAMPLED_CELLS", 4 * VOCAB)
+    same = draw(info).view(REQUESTS, WIDTH) == greedy
+    assert same[-1].all()
+    assert not same[0].all()
+    assert not same[1].all()

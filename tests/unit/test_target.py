@@ -61,7 +61,7 @@ def test_a_plain_target_passes(dtype: torch.dtype) -> None:
     ids=["MLA", "SSM", "window", "temperature", "fp8", "fp8 remedy", "packed"],
 )
 def test_other_targets_are_refused(target: Any, words: str) -> None:
-    with pytest.raises(ValueError, match="^DDTree target: ") as error:
+    with pytest.raises(ValueError, match=r"^DDTree target: ") as error:
         check_target(target)
     text = str(error.value)
     assert words in text
@@ -80,7 +80,7 @@ def sync(setting: str) -> SpecTpSync:
 def test_ranks_must_agree() -> None:
     check_ranks(sync("all"), 2)
     check_ranks(sync("off"), 1)  # one rank has nobody to disagree with
-    with pytest.raises(ValueError, match="^SGLANG_SPEC_TP_SYNC: found ") as error:
+    with pytest.raises(ValueError, match=r"^SGLANG_SPEC_TP_SYNC: found ") as error:
         check_ranks(sync("off"), 2)
     for site in ("target", "selector", "accept-greedy", "accept-sample"):
         assert f"dflash-{site}" in str(error.value)
