@@ -160,11 +160,16 @@ def drafter_path(cfg: Any) -> Path:
     )
 
 
+def _given(value: Any, default: Any) -> Any:
+    """0 is a value, and a wrong one; only None stands for the default."""
+    return default if value is None else value
+
+
 def resolve_tree(cfg: Any) -> TreeConfig:
     """Block from the flag or the drafter, K and N from their flags or defaults. Raises ValueError."""
     path = drafter_path(cfg)
     trained = read_drafter_spec(path).block_size
-    block_size = int(cfg.speculative_dflash_block_size or trained)
+    block_size = int(_given(cfg.speculative_dflash_block_size, trained))
     if block_size > trained:
         raise ValueError(
             f"--speculative-dflash-block-size: found {block_size}, want at most {trained}, the block size in "
@@ -172,8 +177,8 @@ def resolve_tree(cfg: Any) -> TreeConfig:
         )
     return TreeConfig(
         block_size=block_size,
-        topk=int(cfg.speculative_eagle_topk or DEFAULT_TOPK),
-        budget=int(cfg.speculative_num_draft_tokens or block_size) - 1,
+        topk=int(_given(cfg.speculative_eagle_topk, DEFAULT_TOPK)),
+        budget=int(_given(cfg.speculative_num_draft_tokens, block_size)) - 1,
     )
 
 

@@ -99,6 +99,10 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"speculative-ddtree-budget": 129},
         ("--speculative-ddtree-budget: found 129 nodes", "want 1..128"),
     ),
+    "no budget": ({"speculative-ddtree-budget": 0}, ("--speculative-ddtree-budget: found 0 nodes",)),
+    "negative budget": ({"speculative-ddtree-budget": -1}, ("--speculative-ddtree-budget: found -1 nodes",)),
+    "topk zero": ({"speculative-ddtree-topk": 0}, ("--speculative-ddtree-topk: found 0, want 2..16",)),
+    "block zero": ({"speculative-dflash-block-size": 0}, ("block size: found 0, want 2..32",)),
     "topk too large": (
         {"speculative-ddtree-topk": 17},
         ("--speculative-ddtree-topk: found 17", "want 2..16"),
