@@ -51,7 +51,7 @@ $(STAMP):
 	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "make: PYTHON is '$(PYTHON)', wanted Python 3.11 or newer: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@echo "== set-up for $(DEVICE): $(VENV) from $$($(PYTHON) --version); the first time takes minutes"
-	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 		echo "make: $(PYTHON) cannot make a virtual environment; install its venv module (python3-venv)" >&2; exit 1; }
 	@echo "== packages: $(LOCKS)"
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --no-deps $(PIP_ARGS) \
