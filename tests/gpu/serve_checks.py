@@ -3,7 +3,7 @@
 
 All servers of one model run at once on the one card (tiny models). Prints one line a finding and exits 1 when a
 difference is not explained by rounding. Run from the repository root with PYTHONPATH as ``setup.sh`` leaves it:
-    python3 tests/gpu/serve_checks.py --out DIR [--kinds hybrid dense] [--dtypes bfloat16 float16]
+    python3 tests/gpu/serve_checks.py --out DIR [--kinds hybrid dense] [--dtypes float32 float16]
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ def check_model(kind: str, dtype: str, work: Path) -> None:
     base = ["--model-path", str(target), "--dtype", dtype, *LIMITS, *(HYBRID if kind == "hybrid" else [])]
     tree = [*base, "--speculative-algorithm", "dflash", "--speculative-draft-model-path", str(drafter)]
     tree += ["--speculative-ddtree-budget", "24"]
-    name, env = f"{kind}-{dtype}", {"SGLANG_MAMBA_CONV_DTYPE": dtype}
+    # In fp32 Triton's dot products must not round to TF32 either.
+    name, env = f"{kind}-{dtype}", {"SGLANG_MAMBA_CONV_DTYPE": dtype, "TRITON_F32_DEFAULT": "ieee"}
     chain = tree[:-2]  # without the budget
     servers = {
         "ar": Server(f"{name}-ar", work, base, env=env),
@@ -100,6 +101,10 @@ def check_model(kind: str, dtype: str, work: Path) -> None:
         "no overlap": Server(f"{name}-no-overlap", work, [*tree, "--disable-overlap-schedule"], env=env),
         "page 16": Server(f"{name}-page16", work, [*tree, "--page-size", "16"], env=env),
     }
+    if dtype != "float32":  # its batch-invariant matrix products are 16-bit only
+        servers["deterministic"] = Server(
+            f"{name}-deterministic", work, [*tree, "--enable-deterministic-inference"], env=env
+        )
     try:
         for server in servers.values():
             server.wait()
@@ -159,6 +164,33 @@ def run_checks(kind: str, dtype: str, servers: dict[str, Server], work: Path) ->
             servers["no overlap"].generate_all([(p, NEW) for p in prompts], 1))  # fmt: skip
     check_mask(kind, dtype, tree, prompts, wants, truths, work)
     check_steps(kind, dtype, tree, prompts, work)
+
+
+def check_limit(kind: str, dtype: str, work: Path) -> None:
+    """One request up to the context limit, reached inside a block of 16 with 128 verify rows, graphs on."""
+    home = work / "models"
+    target, drafter = home / f"{kind}-limit", home / f"{kind}-limit-drafter"
+    getattr(models, f"make_{kind}")(target)
+    models.make_drafter(drafter, target, block_size=16)
+    base = ["--model-path", str(target), "--dtype", dtype, "--context-length", "200", "--max-total-tokens", "4096"]
+    base += ["--mem-fraction-static", "0.5", "--max-running-requests", "1", "--cuda-graph-max-bs-decode", "1"]
+    tree = [*base, "--speculative-algorithm", "dflash", "--speculative-draft-model-path", str(drafter)]
+    name, env = f"{kind}-{dtype}-limit", {"SGLANG_MAMBA_CONV_DTYPE": dtype, "TRITON_F32_DEFAULT": "ieee"}
+    ar = Server(f"{name}-ar", work, base, env=env)
+    wide = Server(f"{name}-tree", work, [*tree, "--speculative-ddtree-budget", "127"], env=env)
+    try:
+        ar.wait(), wide.wait()
+        key, prompts = f"{kind} {dtype}", [random_ids(n, 100 + n) for n in (3, 40, 100, 150)]
+        wants = [ar.generate(p, 198 - len(p))["output_ids"] for p in prompts]  # the longest that SGLang admits
+        rounding.setdefault(key, measure_rounding(ar, prompts, wants))
+        wide.control(truths=[p + w for p, w in zip(prompts, wants, strict=True)])
+        outputs = [wide.generate(p, 198 - len(p)) for p in prompts]
+        lengths = [len(p) + len(o["output_ids"]) for p, o in zip(prompts, outputs, strict=True)]
+        wanted = [len(p) + len(w) for p, w in zip(prompts, wants, strict=True)]
+        say(lengths == wanted, f"{key}, context limit 200 inside a block, 128 rows: lengths {lengths}, AR's {wanted}")
+        compare(f"{key} at the context limit, 128 rows", ar, key, prompts, wants, outputs)
+    finally:
+        ar.stop(), wide.stop()
 
 
 def check_mask(kind, dtype, tree, prompts, wants, truths, work) -> None:
@@ -221,16 +253,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--kinds", nargs="+", default=["hybrid", "dense"], choices=["hybrid", "dense", "llama"])
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16"])
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "float16", "bfloat16"])
+    parser.add_argument("--parts", nargs="+", default=["model", "limit"], choices=["model", "limit"])
     parser.add_argument("--port", type=int, default=31000, help="first port; give parallel runs different ones")
     args = parser.parse_args()
     Server.next_port = args.port
     for dtype in args.dtypes:
         for kind in args.kinds:
-            try:
-                check_model(kind, dtype, args.out)
-            except Exception as error:  # one model's failure must not hide the others'
-                say(False, f"{kind} {dtype}: {type(error).__name__}: {error}")
+            for part in args.parts:
+                try:
+                    {"model": check_model, "limit": check_limit}[part](kind, dtype, args.out)
+                except Exception as error:  # one model's failure must not hide the others'
+                    say(False, f"{kind} {dtype} {part}: {type(error).__name__}: {error}")
     print(f"{len(failures)} failures")
     sys.exit(bool(failures))
 

@@ -57,10 +57,16 @@ def options(models: Path, arm: str, requests: int, fraction: float, budget: int)
     return line
 
 
-def round_ms(server: Server, requests: int) -> float:
-    """Milliseconds a step of one round: ``requests`` fixed greedy requests of NEW tokens, all at once."""
+SAMPLED = {"temperature": 1.0, "top_k": 50, "top_p": 0.9}
+
+
+def round_ms(server: Server, requests: int, sampling: dict | None = None) -> float:
+    """Milliseconds a step of one round: ``requests`` fixed requests of NEW tokens, all at once, greedy if not told."""
     ids = [[(7 * i + 13 * j) % 250 for i in range(PROMPT)] for j in range(requests)]
-    body = {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True}}
+    body = {
+        "input_ids": ids,
+        "sampling_params": {"max_new_tokens": NEW, "ignore_eos": True} | (sampling or {"temperature": 0}),
+    }
     begin = time.perf_counter()
     answer = server.client.post("/generate", json=body)
     seconds = time.perf_counter() - begin
@@ -100,6 +106,11 @@ def interleaved(args, models: Path) -> None:
             f"sign test p {sign_test(times['chain'], times['tree']):.3g}; rounds {json.dumps(rounds)}",
             flush=True,
         )
+        for server in servers.values():
+            round_ms(server, 1, SAMPLED)
+        sampled = {arm: [round_ms(servers[arm], 1, SAMPLED) for _ in range(6)] for arm in ("chain", "tree")}
+        chain, tree = (statistics.median(sampled[arm]) for arm in ("chain", "tree"))
+        print(f"sampled {SAMPLED}, 6 rounds: stock chain-16 {chain:.2f} ms, tree {tree:.2f} ms, {tree / chain:.3f}")
         profile = args.out / "tree.profile"
         servers["tree"].control(profile={"count": 3, "file": str(profile)})
         round_ms(servers["tree"], 1)

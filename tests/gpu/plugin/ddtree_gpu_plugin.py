@@ -38,13 +38,33 @@ def register():
 
     create_worker = plugin.create_worker
     plugin.create_worker = lambda *args: instrument(create_worker(*args))
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
     # The host has no cutlass DSL; without it SGLang's fused gate/up projection of dense MLPs cannot be imported.
     try:
         import cutlass  # noqa: F401
     except ImportError:
-        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
         HookRegistry.register("sglang.srt.layers.dual_gemm.DualGemm._select_mode", lambda *_: None, HookType.REPLACE)
+    # sgl_kernel's norms, activations and rope are 16-bit only; for fp32 SGLang's own torch twins stand in.
+    for name in ("layernorm.RMSNorm", "layernorm.GemmaRMSNorm", "activation.SiluAndMul",
+                 "rotary_embedding.base.RotaryEmbedding"):  # fmt: skip
+        HookRegistry.register(f"sglang.srt.layers.{name}.forward_cuda", native_in_fp32, HookType.AROUND)
+    extend = "sglang.srt.layers.attention.linear.kernels.gdn_triton.chunk_gated_delta_rule"
+    HookRegistry.register(extend, prefill_in_bf16, HookType.AROUND)
+
+
+def native_in_fp32(original, self, *args, **kwargs):
+    fp32 = any(isinstance(arg, torch.Tensor) and arg.dtype == torch.float32 for arg in args)
+    return self.forward_native(*args, **kwargs) if fp32 else original(self, *args, **kwargs)
+
+
+def prefill_in_bf16(original, *, q, k, v, beta, **kwargs):
+    """The chunked prefill kernel takes 16 bits only. Decoding and verification, what is compared, stay fp32."""
+    if q.dtype != torch.float32:
+        return original(q=q, k=k, v=v, beta=beta, **kwargs)
+    q, k, v, beta = (x.bfloat16() for x in (q, k, v, beta))
+    out, *rest = original(q=q, k=k, v=v, beta=beta, **kwargs)
+    return out.float(), *rest
 
 
 def draft_like(rng, truth, anchor, depth, topk, vocab):
