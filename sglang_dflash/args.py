@@ -11,14 +11,19 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sglang_dflash.config import DEFAULT_TOPK, TreeConfig
+from sglang_dflash.config import DEFAULT_TOPK, SettingError, TreeConfig
 from sglang_dflash.drafter import check_drafter, read_drafter_spec, resolve_drafter_path, target_facts
+from sglang_dflash.drafter_config import DrafterError
 
 logger = logging.getLogger(__name__)
+
+_command_line = False  # whether this process took its arguments from a command line
 
 #: Reasons for refusing a server option beside a tree: (field, is it fine?, wanted, why).
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
@@ -71,12 +76,12 @@ def merge_flags(
 ) -> tuple[int | None, int | None]:
     """Map ``--speculative-ddtree-*`` onto the existing fields.
 
-    Returns ``(speculative_eagle_topk, speculative_num_draft_tokens)``; raises ValueError when a
+    Returns ``(speculative_eagle_topk, speculative_num_draft_tokens)``; raises SettingError when a
     setting is given under both names with different values.
     """
     if ddtree_topk is not None:
         if eagle_topk is not None and int(eagle_topk) != int(ddtree_topk):
-            raise ValueError(
+            raise SettingError(
                 f"--speculative-ddtree-topk {ddtree_topk} and --speculative-eagle-topk {eagle_topk} are the same "
                 "setting with two values; give one of them."
             )
@@ -84,7 +89,7 @@ def merge_flags(
     if ddtree_budget is not None:
         width = int(ddtree_budget) + 1
         if num_draft_tokens is not None and int(num_draft_tokens) != width:
-            raise ValueError(
+            raise SettingError(
                 f"--speculative-ddtree-budget {ddtree_budget} asks for {width} verify rows (nodes + root) but "
                 f"--speculative-num-draft-tokens is {num_draft_tokens}; give one of them."
             )
@@ -109,14 +114,38 @@ def add_flags(result: Any, parser: argparse.ArgumentParser) -> None:
     )
 
 
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Let a refusal of ours end a command line with its one line and status 2, as argparse ends. In a process that
+    was given no command line (``sglang.Engine``) the exception passes through."""
+    try:
+        yield
+    except (SettingError, DrafterError) as error:
+        if not _command_line:
+            raise
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
 def from_cli_args(original: Callable, cls: type, args: argparse.Namespace) -> Any:
     """AROUND hook of ``ServerArgs.from_cli_args``: unknown namespace entries are dropped there."""
-    args.speculative_eagle_topk, args.speculative_num_draft_tokens = merge_flags(
-        getattr(args, "speculative_ddtree_topk", None),
-        getattr(args, "speculative_ddtree_budget", None),
-        args.speculative_eagle_topk,
-        args.speculative_num_draft_tokens,
-    )
+    global _command_line
+    _command_line = True
+    with one_line_errors():
+        args.speculative_eagle_topk, args.speculative_num_draft_tokens = merge_flags(
+            getattr(args, "speculative_ddtree_topk", None),
+            getattr(args, "speculative_ddtree_budget", None),
+            args.speculative_eagle_topk,
+            args.speculative_num_draft_tokens,
+        )
+    return original(cls, args)
+
+
+def ignore_flags(original: Callable, cls: type, args: argparse.Namespace) -> Any:
+    """AROUND hook of ``ServerArgs.from_cli_args`` under SGLANG_DFLASH=off: the flags mean nothing to the chain."""
+    for name in ("speculative_ddtree_topk", "speculative_ddtree_budget"):
+        if (value := getattr(args, name, None)) is not None:
+            logger.warning("--%s %s is ignored: SGLANG_DFLASH is off.", name.replace("_", "-"), value)
     return original(cls, args)
 
 
@@ -166,12 +195,12 @@ def _given(value: Any, default: Any) -> Any:
 
 
 def resolve_tree(cfg: Any) -> TreeConfig:
-    """Block from the flag or the drafter, K and N from their flags or defaults. Raises ValueError."""
+    """Block from the flag or the drafter, K and N from their flags or defaults. Raises SettingError."""
     path = drafter_path(cfg)
     trained = read_drafter_spec(path).block_size
     block_size = int(_given(cfg.speculative_dflash_block_size, trained))
     if block_size > trained:
-        raise ValueError(
+        raise SettingError(
             f"--speculative-dflash-block-size: found {block_size}, want at most {trained}, the block size in "
             f"{os.path.join(path, 'config.json')}; a drafter cannot draft past the block it was trained with."
         )
@@ -183,12 +212,12 @@ def resolve_tree(cfg: Any) -> TreeConfig:
 
 
 def choose_attention(cfg: Any) -> str:
-    """The verify backend; raises ValueError when the user named another one."""
+    """The verify backend; raises SettingError when the user named another one."""
     wanted = verify_backend()
     for field in _ATTENTION_FIELDS:
         found = getattr(cfg, field)
         if found not in (None, wanted):
-            raise ValueError(
+            raise SettingError(
                 f"--{field.replace('_', '-')}: found {found!r}, want {wanted!r}: tree verification is checked on "
                 f"{wanted} only; drop the flag, or set --speculative-eagle-topk 1 for the upstream chain."
             )
@@ -196,42 +225,50 @@ def choose_attention(cfg: Any) -> str:
 
 
 def refuse_unsupported(cfg: Any) -> None:
-    """Raise ValueError for a server option under which a tree would not be served exactly."""
+    """Raise SettingError for a server option under which a tree would not be served exactly."""
     for field, fine, wanted, why in _REFUSED:
         value = getattr(cfg, field, None)
         if not fine(value):
-            raise ValueError(
+            raise SettingError(
                 f"--{field.replace('_', '-')}: found {value!r}, want {wanted} with DDTree: {why}; change it, or set "
                 "--speculative-eagle-topk 1 for the upstream chain."
             )
     from sglang.srt.speculative.spec_utils import SIMULATE_ACC_LEN
 
     if SIMULATE_ACC_LEN > 0:
-        raise ValueError(
+        raise SettingError(
             f"SGLANG_SIMULATE_ACC_LEN: found {SIMULATE_ACC_LEN}, want unset: simulated acceptance changes the text; "
             "unset it."
         )
     if os.environ.get("SGLANG_DFLASH_EAGER_DRAFT_SAMPLER", "").lower() in ("1", "true", "yes"):
-        raise ValueError(
+        raise SettingError(
             "SGLANG_DFLASH_EAGER_DRAFT_SAMPLER: found it set, want unset: a tree is grown inside the draft graph; "
             "unset it."
         )
 
 
 def check_steps(cfg: Any, tree: TreeConfig) -> None:
-    """Raise ValueError for ``--speculative-num-steps`` other than the chain's 1 or the tree's own depth."""
+    """Raise SettingError for ``--speculative-num-steps`` other than the chain's 1 or the tree's own depth."""
     if cfg.speculative_num_steps not in (None, 1, tree.depth):
-        raise ValueError(
+        raise SettingError(
             f"--speculative-num-steps: found {cfg.speculative_num_steps}, want {tree.depth} (block size - 1) or none: "
             "a DFlash drafter drafts its whole block in one step; drop it."
         )
 
 
+def check_requests(cfg: Any) -> None:
+    """Raise SettingError for a request limit below 1; upstream serves one and says nothing."""
+    if cfg.max_running_requests is not None and cfg.max_running_requests < 1:
+        raise SettingError(
+            f"--max-running-requests: found {cfg.max_running_requests}, want at least 1; raise it, or drop the flag."
+        )
+
+
 def check_track_interval(cfg: Any, tree: TreeConfig) -> None:
-    """Raise ValueError when one step could pass two tracked states; upstream only asserts it, without a word."""
+    """Raise SettingError when one step could pass two tracked states; upstream only asserts it, without a word."""
     interval = cfg.mamba_track_interval
     if cfg.mamba_radix_cache_strategy != "no_buffer" and interval is not None and interval < tree.width:
-        raise ValueError(
+        raise SettingError(
             f"--mamba-track-interval: found {interval}, want at least {tree.width}, the tree's verify width: a step "
             "tracks one state; raise it, or lower --speculative-ddtree-budget."
         )
@@ -252,26 +289,28 @@ def resolve_pipeline(original: Callable, server_args: Any) -> None:
 
     from sglang_dflash.plugin import assert_hooks_applied
 
-    cfg = resolving_view(server_args)
-    if wants_tree(cfg) and cfg.speculative_draft_model_path is not None:
-        assert_hooks_applied()
-        refuse_unsupported(cfg)
-        tree = resolve_tree(cfg)
-        check_steps(cfg, tree)
-        check_track_interval(cfg, tree)
-        backend = choose_attention(cfg)
-        if cfg.attention_backend is None:
-            logger.info("DDTree: attention backend %s (the one whose tree verification is checked).", backend)
-        declare_resolution(
-            server_args,
-            "sglang_dflash.resolve_pipeline",
-            speculative_dflash_block_size=tree.block_size,
-            speculative_eagle_topk=tree.topk,
-            speculative_num_draft_tokens=tree.width,
-            attention_backend=backend,
-            sampling_backend="pytorch",
-        )
-    original(server_args)
+    with one_line_errors():
+        cfg = resolving_view(server_args)
+        if wants_tree(cfg) and cfg.speculative_draft_model_path is not None:
+            assert_hooks_applied()
+            refuse_unsupported(cfg)
+            tree = resolve_tree(cfg)
+            check_requests(cfg)
+            check_steps(cfg, tree)
+            check_track_interval(cfg, tree)
+            backend = choose_attention(cfg)
+            if cfg.attention_backend is None:
+                logger.info("DDTree: attention backend %s (the one whose tree verification is checked).", backend)
+            declare_resolution(
+                server_args,
+                "sglang_dflash.resolve_pipeline",
+                speculative_dflash_block_size=tree.block_size,
+                speculative_eagle_topk=tree.topk,
+                speculative_num_draft_tokens=tree.width,
+                attention_backend=backend,
+                sampling_backend="pytorch",
+            )
+        original(server_args)
 
 
 def handle_dflash(original: Callable, server_args: Any) -> None:

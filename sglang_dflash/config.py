@@ -10,6 +10,10 @@ MAX_BLOCK_SIZE = 32  # depth 31, the tree kernel's limit
 DEFAULT_TOPK = 8
 
 
+class SettingError(ValueError):
+    """A server setting that must not be served. One line: name, value found, value wanted, remedy."""
+
+
 @dataclass(frozen=True)
 class TreeConfig:
     """Block, candidates and budget of a DDTree (arXiv 2604.12989).
@@ -25,23 +29,23 @@ class TreeConfig:
 
     def __post_init__(self) -> None:
         if not 2 <= self.block_size <= MAX_BLOCK_SIZE:
-            raise ValueError(
+            raise SettingError(
                 f"block size: found {self.block_size}, want 2..{MAX_BLOCK_SIZE}; "
                 "set --speculative-dflash-block-size to the size the drafter was trained with."
             )
         if not 2 <= self.topk <= MAX_TOPK:
-            raise ValueError(
+            raise SettingError(
                 f"--speculative-ddtree-topk: found {self.topk}, want 2..{MAX_TOPK} "
                 "(1 selects the upstream chain); choose a value in that range."
             )
         if not 1 <= self.budget <= MAX_BUDGET:
-            raise ValueError(
+            raise SettingError(
                 f"--speculative-ddtree-budget: found {self.budget} nodes, want 1..{MAX_BUDGET}; "
                 "choose a value in that range (--speculative-num-draft-tokens is budget + 1)."
             )
         if self.width < self.block_size:
             # The draft block writes B slots of the window that the verify pass then reuses.
-            raise ValueError(
+            raise SettingError(
                 f"--speculative-ddtree-budget: found {self.budget} nodes (verify width {self.width}), want at least "
                 f"{self.block_size - 1} for block size {self.block_size}; raise the budget or lower "
                 "--speculative-dflash-block-size."

@@ -8,23 +8,21 @@ and its HTTP API.
 
 from __future__ import annotations
 
-import os
+import shutil
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import httpx
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from sglang_dflash.server_process import ServerError, server_environment, serving, tail
 
 PROMPTS = (
     "Explain in two sentences why the sky is blue.",
@@ -35,7 +33,6 @@ PROMPTS = (
     "SELECT name, count(*) FROM orders GROUP BY",
 )
 MAX_TOKENS = 96
-START_TIMEOUT_S = 300.0
 
 
 class DemoError(RuntimeError):
@@ -102,92 +99,6 @@ def tree_flags(drafter: Path) -> dict[str, str]:
     }
 
 
-def server_environment(on_gpu: bool) -> dict[str, str]:
-    """The environment of a server; on a CPU it asks for the CPU platform and one thread a process."""
-    environment = dict(os.environ)
-    if not on_gpu:
-        environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
-        # SGLang keeps fp32 convolution state only if told; its bf16 default moves the text.
-        environment |= {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
-    return environment
-
-
-def free_port() -> int:
-    """A TCP port nobody listens on now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-@contextmanager
-def serving(name: str, flags: dict[str, str], on_gpu: bool, log: Path, console: Console) -> Iterator[str]:
-    """Start `sglang.launch_server`, wait until it answers, yield its URL, and end its whole process group."""
-    port = free_port()
-    command = [sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", str(port)]
-    for flag, value in flags.items():
-        command += [f"--{flag}", value]
-    console.print(f"[bold]{name}[/]: starting the server (half a minute or more), log {log}", soft_wrap=True)
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=server_environment(on_gpu),
-        )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        wait_until_healthy(name, url, process, log, console)
-        yield url
-    finally:
-        end_process_group(process)
-
-
-def wait_until_healthy(name: str, url: str, process: subprocess.Popen[Any], log: Path, console: Console) -> None:
-    """Poll /health. Raises DemoError with the log's last lines if the server dies or takes too long."""
-    began, last_line = time.monotonic(), 0.0
-    while True:
-        waited = time.monotonic() - began
-        if process.poll() is not None:
-            raise DemoError(f"{name}: server exited with {process.returncode}; log {log}, its end:\n{tail(log)}")
-        if waited > START_TIMEOUT_S:
-            raise DemoError(
-                f"{name}: not healthy after {waited:.0f} s, wanted at most {START_TIMEOUT_S:.0f}; log {log}, "
-                f"its end:\n{tail(log)}"
-            )
-        try:
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                console.print(f"{name}: ready after {waited:.0f} s")
-                return
-        except httpx.TransportError:
-            pass
-        if waited - last_line >= 10:
-            last_line = waited
-            console.print(f"{name}: still starting, {waited:.0f} s", style="dim")
-        time.sleep(0.5)
-
-
-def tail(log: Path, lines: int = 15) -> str:
-    """The last lines of a log file."""
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
-
-
-def end_process_group(process: subprocess.Popen[Any]) -> None:
-    """SIGTERM, then after 10 s SIGKILL, to a server and the processes it started."""
-    for sign, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
-        try:
-            os.killpg(process.pid, sign)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(patience)
-        except subprocess.TimeoutExpired:
-            continue
-    # The leader may be gone while a child of its group is not.
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
 def ask(client: httpx.Client, prompt: str) -> Answer:
     """One greedy chat completion. Raises DemoError if the server refuses it."""
     body = {
@@ -212,7 +123,12 @@ def ask(client: httpx.Client, prompt: str) -> Answer:
 
 def run(name: str, flags: dict[str, str], on_gpu: bool, log: Path, console: Console) -> Run:
     """Serve with ``flags`` and send every prompt, one at a time, after one to warm up."""
-    with serving(name, flags, on_gpu, log, console) as url, httpx.Client(base_url=url, timeout=120) as client:
+    environment = server_environment(on_gpu)
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    with (
+        serving(name, flags, log=log, environment=environment, say=say) as url,
+        httpx.Client(base_url=url, timeout=120) as client,
+    ):
         try:
             ask(client, "warm-up")
             began = time.monotonic()
@@ -278,8 +194,10 @@ def main() -> int:
         try:
             ar = run("AR", shared, on_gpu, logs / "ar.log", console)
             tree = run("DDTree-8", shared | tree_flags(drafter), on_gpu, logs / "ddtree.log", console)
-            return 0 if report(ar, tree, console) else 1
-        except DemoError as e:
+            identical = report(ar, tree, console)
+            shutil.rmtree(logs)
+            return 0 if identical else 1
+        except (DemoError, ServerError) as e:
             console.print(f"demo failed: {e}", style="red", markup=False, highlight=False, soft_wrap=True)
             return 1
         except KeyboardInterrupt:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import multiprocessing
 import os
 import pkgutil
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_dflash import contract
+from sglang_dflash.config import SettingError
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +25,7 @@ _SEAMS = (  # any one of these can refuse DFLASH
     "sglang.srt.arg_groups.speculative_hook._handle_dflash",
     "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker",
 )
+_ADD_FLAGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
 _hooked: list[str] = []
 
 
@@ -31,10 +34,10 @@ class ContractError(RuntimeError):
 
 
 def _off() -> bool:
-    """Whether SGLANG_DFLASH asks for stock DFLASH; raises ValueError on a value that says neither."""
-    value = os.environ.get("SGLANG_DFLASH", "on")
+    """Whether SGLANG_DFLASH asks for stock DFLASH; raises SettingError on a value that says neither."""
+    value = os.environ.get("SGLANG_DFLASH") or "on"
     if value.lower() not in ("on", "off"):
-        raise ValueError(f"SGLANG_DFLASH: found {value!r}, want on or off")
+        raise SettingError(f"SGLANG_DFLASH: found {value!r}, want on or off (unset is on); set one of them.")
     return value.lower() == "off"
 
 
@@ -47,16 +50,44 @@ def register() -> None:
             register_hooks()
         if _off():
             logger.info("SGLANG_DFLASH=off: DFLASH is stock SGLang's.")
+            _accept_flags(ignored=True)
             return
         drifts = contract.check()
         if not drifts:
             _install_hooks()
             return
-        reason = "; ".join(map(str, drifts))
+        message = _wrong_installation("; ".join(map(str, drifts)))
+    except SettingError as error:
+        message = str(error)
     except Exception as error:  # SGLang would only log it, and serve the chain
         logger.exception("sglang-dflash did not load.")
-        reason = f"{type(error).__name__}: {error}"
-    _refuse_dflash(reason)
+        message = _wrong_installation(f"{type(error).__name__}: {error}")
+    if multiprocessing.parent_process() is None:  # once, not in every process of a server
+        logger.error(message)
+    _accept_flags(ignored=False)
+    _refuse_dflash(message)
+
+
+def _wrong_installation(reason: str) -> str:
+    return (
+        f"sglang-dflash: DFLASH is refused, this installation is not the one it was written for: {reason}. Install "
+        f"sglang=={contract.SGLANG_VERSION} (python -m sglang_dflash.check says what is off), or set SGLANG_DFLASH=off "
+        "for stock DFLASH."
+    )
+
+
+def _accept_flags(*, ignored: bool) -> None:
+    """Let a command line or --config file that names the ddtree flags be parsed although no tree is served: with
+    DFLASH off they are ignored; with DFLASH refused the refusal must be what the user reads, not argparse."""
+    try:
+        from sglang_dflash import args
+
+        if _ADD_FLAGS not in _hooked:  # a load that failed half way may have got as far as this one
+            _hook(_ADD_FLAGS, args.add_flags, "AFTER")
+        if ignored:
+            _hook("sglang.srt.server_args.ServerArgs.from_cli_args", args.ignore_flags, "AROUND")
+    except Exception:
+        logger.exception("sglang-dflash could not add its flags to this SGLang.")
 
 
 def _hook(target: str, hook: Callable, kind: str) -> None:
@@ -69,7 +100,7 @@ def _hook(target: str, hook: Callable, kind: str) -> None:
 def _install_hooks() -> None:
     from sglang_dflash import allocation, args, memory, refusals
 
-    _hook("sglang.srt.server_args.ServerArgs.add_cli_args", args.add_flags, "AFTER")
+    _hook(_ADD_FLAGS, args.add_flags, "AFTER")
     _hook("sglang.srt.server_args.ServerArgs.from_cli_args", args.from_cli_args, "AROUND")
     _hook("sglang.srt.arg_groups.pipeline.run_resolution_pipeline", args.resolve_pipeline, "AROUND")
     _hook("sglang.srt.arg_groups.speculative_hook._handle_dflash", args.handle_dflash, "AROUND")
@@ -133,14 +164,7 @@ def _is_wrapped(target: str) -> bool:
     return hasattr(getattr(pkgutil.resolve_name(owner), name), "__wrapped__")
 
 
-def _refuse_dflash(reason: str) -> None:
-    message = (
-        f"sglang-dflash: DFLASH is refused, this installation is not the one it was written for: {reason}. Install "
-        f"sglang=={contract.SGLANG_VERSION} (python -m sglang_dflash.check says what is off), or set SGLANG_DFLASH=off "
-        "for stock DFLASH."
-    )
-    logger.error(message)
-
+def _refuse_dflash(message: str) -> None:
     def is_dflash(subject: Any) -> bool:
         name = getattr(subject, "speculative_algorithm", None) or getattr(subject, "name", None) or ""
         return str(name).upper() == "DFLASH"

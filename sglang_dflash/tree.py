@@ -118,9 +118,14 @@ def naive_build_draft_tree(
 
 
 def validate_candidates(token_ids: Tensor, log_probs: Tensor, num_nodes: int, root_tokens: Tensor | None) -> None:
-    """Raise ValueError unless the arguments are what `build_draft_tree` documents. Never reads values."""
+    """Raise ValueError, or TypeError, unless the arguments are what `build_draft_tree` documents. Reads no values."""
+    for name, value in (("token_ids", token_ids), ("log_probs", log_probs), ("root_tokens", root_tokens)):
+        if not isinstance(value, Tensor) and not (name == "root_tokens" and value is None):
+            raise TypeError(f"{name} is a {type(value).__name__}, expected a torch.Tensor: pass torch.as_tensor of it")
     if token_ids.ndim != 3:
-        raise ValueError(f"token_ids has shape {tuple(token_ids.shape)}, expected [bs, depth, K]: add the missing axis")
+        raise ValueError(
+            f"token_ids has shape {tuple(token_ids.shape)}, expected three axes [bs, depth, K]: reshape it"
+        )
     if log_probs.shape != token_ids.shape:
         raise ValueError(
             f"log_probs has shape {tuple(log_probs.shape)}, expected token_ids' {tuple(token_ids.shape)}: "

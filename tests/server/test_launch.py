@@ -135,13 +135,14 @@ def drifted_path(drifted):
 
 def test_a_drifted_sglang_is_refused(drifted_path, tmp_path):
     texts = pair("dense", shared=4)
-    line = [*command(texts.target, texts.drafter), "--port", str(free_port())]
+    line = [*command(texts.target, texts.drafter), "--port", str(free_port()), "--speculative-ddtree-budget", "12"]
     env = server_env(PYTHONPATH=drifted_path, DDTREE_TEST_CONTROL=str(tmp_path / "control.json"))
     done = subprocess.run(line, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode != 0
     message = done.stdout + done.stderr
     assert f"sglang.srt.speculative.spec_utils.{SYMBOL}: {SYMBOL} not found" in message
     assert "SGLANG_DFLASH=off" in message
+    assert "unrecognized arguments" not in message
     assert "Load weight" not in message
 
 
@@ -149,7 +150,8 @@ def test_a_drifted_sglang_is_refused(drifted_path, tmp_path):
 def test_the_upstream_chain(tmp_path, drifted_path, way):
     """Asked for by the number of candidates, or by turning the plugin off, which also serves a drifted SGLang."""
     texts = pair("dense", shared=4)
-    options = ("--speculative-eagle-topk", "1") if way == "topk-1" else ()
+    # Off, a flag that only a tree has is ignored, so that one command line or file serves both.
+    options = ("--speculative-eagle-topk", "1") if way == "topk-1" else ("--speculative-ddtree-budget", "12")
     env = {"SGLANG_DFLASH": "off", "PYTHONPATH": drifted_path} if way == "off" else {}
     with Server(tmp_path, texts.target, texts.drafter, *options, env=env) as server:
         server.start_trace()

@@ -10,9 +10,11 @@ directories of MODELS_DIR.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.abc
 import importlib.machinery
+import io
 import json
 import os
 import sys
@@ -140,8 +142,12 @@ def main() -> None:
         # A process a file: resolution writes to the environment and to SGLang's globals.
         read, write = os.pipe()
         if (child := os.fork()) == 0:
+            said = io.StringIO()
             try:
-                result = resolve(Path(name), Path(models))
+                with contextlib.redirect_stderr(said):
+                    result = resolve(Path(name), Path(models))
+            except SystemExit as e:
+                result = {"error": f"exit {e.code}: {said.getvalue()}"}
             except BaseException as e:
                 result = {"error": f"{type(e).__name__}: {e}", "traceback": traceback.format_exc()}
             with os.fdopen(write, "w") as pipe:

@@ -17,7 +17,7 @@ from models import make_dense, make_drafter, make_hybrid
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
 from sglang_dflash import args
-from sglang_dflash.config import MAX_BLOCK_SIZE, MAX_BUDGET, MAX_TOPK, TreeConfig
+from sglang_dflash.config import MAX_BLOCK_SIZE, MAX_BUDGET, MAX_TOPK, SettingError, TreeConfig
 from sglang_dflash.cpu import stand_in
 
 stand_in.install()  # before SGLang's modules: their CPU path imports sgl_kernel
@@ -103,6 +103,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "negative budget": ({"speculative-ddtree-budget": -1}, ("--speculative-ddtree-budget: found -1 nodes",)),
     "topk zero": ({"speculative-ddtree-topk": 0}, ("--speculative-ddtree-topk: found 0, want 2..16",)),
     "block zero": ({"speculative-dflash-block-size": 0}, ("block size: found 0, want 2..32",)),
+    "no requests": ({"max-running-requests": 0}, ["--max-running-requests: found 0, want at least 1"]),
     "topk too large": (
         {"speculative-ddtree-topk": 17},
         ("--speculative-ddtree-topk: found 17", "want 2..16"),
@@ -176,8 +177,8 @@ def test_refuses_in_one_line(case: str, resolved: dict[str, Any]) -> None:
     error = resolved[case].get("error", "")
     for words in REFUSED[case][1]:
         assert words in error, resolved[case]
-    assert error.startswith("ValueError: ")
-    assert "\n" not in error
+    assert error.startswith("exit 2: error: ")  # no traceback from a command line
+    assert error.count("\n") == 1
 
 
 def test_other_servers_are_untouched(resolved: dict[str, Any]) -> None:
@@ -185,6 +186,19 @@ def test_other_servers_are_untouched(resolved: dict[str, Any]) -> None:
     assert "error" not in got, got
     assert got["speculative_eagle_topk"] is None
     assert got["speculative_num_draft_tokens"] is None
+
+
+def test_without_a_command_line_refusals_are_exceptions() -> None:
+    """``sglang.Engine`` in somebody's program: it must be able to catch them."""
+    assert not args._command_line
+    with pytest.raises(SettingError, match="want somewhere"), args.one_line_errors():
+        raise SettingError("x: found a, want somewhere; fix it.")
+
+
+def test_foreign_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(args, "_command_line", True)
+    with pytest.raises(ValueError, match="upstream's"), args.one_line_errors():
+        raise ValueError("upstream's own")
 
 
 def test_merge_flags() -> None:

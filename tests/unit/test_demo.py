@@ -1,14 +1,10 @@
-"""The demo's own logic, without a server: what it counts, what is identical, that nothing outlives it."""
+"""The demo's own logic, without a server: what it counts, what is identical."""
 
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 from rich.console import Console
 
@@ -43,30 +39,6 @@ def test_a_tree_server_that_never_verified_is_an_error() -> None:
 
 def test_control_characters_do_not_reach_the_terminal() -> None:
     assert demo.printable("a\x1b[31m\nü").plain == "a\\x1b[31m\\nü"
-
-
-def test_a_dead_server_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
-    log = tmp_path / "server.log"
-    with (
-        pytest.raises(DemoError, match=r"AR: server exited with \d+; log .*server.log"),
-        demo.serving("AR", {"dtype": "float32"}, False, log, Console(file=io.StringIO())),
-    ):
-        pass
-    assert "required: --model-path" in log.read_text()
-
-
-def test_the_whole_process_group_ends() -> None:
-    code = "import subprocess as s, time; s.Popen(['sleep', '600']); print('up', flush=True); time.sleep(600)"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
-    assert process.stdout is not None
-    process.stdout.readline()
-    (child,) = psutil.Process(process.pid).children()
-    demo.end_process_group(process)
-    assert process.poll() is not None
-    deadline = time.monotonic() + 10
-    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, "the server's child outlived it"
-        time.sleep(0.05)
 
 
 def test_models_are_the_same_for_the_same_seed(tmp_path: Path) -> None:

@@ -205,6 +205,6 @@ def test_a_misspelt_key_is_refused(gpu_models: Path, tmp_path: Path) -> None:
     for file in files:
         file.write_text(bad[file.stem])
     got = run_probe("gpu", gpu_models, files, tmp_path)
-    assert got["misspelt.yaml"]["error"].startswith("SystemExit")
+    assert got["misspelt.yaml"]["error"].startswith("exit 2: usage:")
     assert "want at least 15 for block size 16" in got["narrow.yaml"]["error"]
     assert "want 'triton'" in got["backend.yaml"]["error"]

@@ -131,6 +131,20 @@ LPS = torch.zeros(2, 3, 4)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (([[[1]]], LPS, 4), "token_ids is a list, expected a torch.Tensor"),
+        ((IDS, None, 4), "log_probs is a NoneType, expected a torch.Tensor"),
+        ((IDS, LPS, 4, [1]), "root_tokens is a list, expected a torch.Tensor"),
+    ],
+)
+def test_refuses_what_is_no_tensor(arguments: tuple, words: str) -> None:
+    for build in (build_draft_tree, naive_build_draft_tree):
+        with pytest.raises(TypeError, match=words):
+            build(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
         ((IDS[0], LPS[0], 4), "token_ids has shape (3, 4)"),
         ((IDS, LPS[:1], 4), "log_probs has shape (1, 3, 4)"),
         ((IDS[:, :0], LPS[:, :0], 4), "depth (token_ids.shape[1]) is 0"),
