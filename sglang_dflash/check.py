@@ -90,6 +90,10 @@ def check_contract(report: Report, root: Path) -> None:
         )
 
 
+# SGLang's own requirements are the CUDA stack, so a plain `pip install` would be the wrong advice here.
+_CPU_REMEDY = "install the set for machines without a GPU: pip install --no-deps -r requirements/cpu.lock"
+
+
 def check_versions(report: Report, platform: str) -> None:
     table = report.table("Versions", "package", "found", "wanted", "state")
     wanted = pins("sglang") if platform == "cuda" else pins(DISTRIBUTION, "cpu")
@@ -107,7 +111,8 @@ def check_versions(report: Report, platform: str) -> None:
         if needed and not good:
             what = f"{name}=={pin}" if pin else name
             report.problems.append(
-                f"{name}: found {found or 'none'}, want {pin or 'any version'}; run pip install '{what}'"
+                f"{name}: found {found or 'none'}, want {pin or 'any version'}; "
+                + (f"run pip install '{what}'" if platform == "cuda" else _CPU_REMEDY)
             )
 
 
@@ -116,8 +121,9 @@ def check_device(report: Report) -> str:
     try:
         import torch
     except ImportError as error:
-        report.problems.append(f"torch: found none that imports ({error}), want one; reinstall torch")
-        return "cpu"
+        if installed("torch"):  # else the table of versions says it
+            report.problems.append(f"torch: found one that does not import ({error}), want one; reinstall torch")
+        return "cuda" if os.path.exists("/dev/nvidiactl") else "cpu"
     asked_for_cpu = os.environ.get(CPU_SWITCH) == "1"
     if torch.cuda.is_available() and torch.version.cuda is not None and not asked_for_cpu:
         major, minor = torch.cuda.get_device_capability()
@@ -226,8 +232,8 @@ def run_checks() -> Report:
     platform = check_device(report)
     try:
         root = contract.sglang_root()
-    except ModuleNotFoundError as error:
-        report.problems.append(f"{error}; run pip install 'sglang=={contract.SGLANG_VERSION}'")
+    except ModuleNotFoundError:
+        pass  # the table of versions says so
     else:
         check_contract(report, root)
         check_kernels(report, root, platform)

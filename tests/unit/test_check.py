@@ -236,3 +236,20 @@ def test_resolving_agrees_with_an_import() -> None:
     assert done.stdout.splitlines()[-1] == str([kernel.path for kernel in serving_kernels(ROOT, "cpu")])
     module = "srt.layers.attention.mamba.causal_conv1d"
     assert resolve(ROOT, module, "causal_conv1d_fwd", "cuda") == "sglang.kernels.ops.mamba:causal_conv1d_fwd"
+
+
+def test_an_empty_environment_names_each_package_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And advises the set for the machine at hand: SGLang's own requirements are the CUDA stack."""
+
+    def absent() -> Path:
+        raise ModuleNotFoundError("sglang is not installed")
+
+    monkeypatch.setattr(check, "installed", lambda name: None)
+    monkeypatch.setattr(check.contract, "sglang_root", absent)
+    monkeypatch.setattr(check, "check_device", lambda report: "cpu")
+    report = check.run_checks()
+    named = [problem.split(":")[0] for problem in report.problems]
+    assert {"sglang", "torch", "triton"} <= set(named)
+    assert len(named) == len(set(named))
+    assert not any("pip install 'torch" in problem for problem in report.problems)
+    assert any("requirements/cpu.lock" in problem for problem in report.problems)
