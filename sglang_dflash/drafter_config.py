@@ -66,6 +66,7 @@ class DrafterSpec:
     rope_theta: float
     layer_types: tuple[str, ...] | None  # None: every layer attends fully
     sliding_window: int | None
+    rms_norm_eps: float = 1e-6
     warnings: tuple[str, ...] = ()
 
 
@@ -174,6 +175,7 @@ class _ConfigReader:
             rope_theta=self._rope_theta(head_dim),
             layer_types=layer_types,
             sliding_window=sliding_window,
+            rms_norm_eps=float(self.config.get("rms_norm_eps", 1e-6)),
             warnings=tuple(self.warnings),
         )
 
