@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from sglang.kernels.ops.speculative.spec_tree import TreeMaskMode
+from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.utils import GenerationBatchResult
@@ -22,12 +24,16 @@ from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_m
 from torch import Tensor
 
 from sglang_dflash.accept import process_logits, sample_target_tokens
+from sglang_dflash.args import drafter_path
+from sglang_dflash.capture import start_capture
 from sglang_dflash.commit import commit_recurrent_state, compact_hidden, compact_target_kv, kv_rows
 from sglang_dflash.config import TreeConfig
 from sglang_dflash.draft import TreeSampler, draft_forward_batch
+from sglang_dflash.drafter import read_drafter_spec
 from sglang_dflash.graph_runner import DDTreeCudaGraphRunner, check_graph
 from sglang_dflash.kernels.accept_walk import AcceptedPaths, accept_walk
 from sglang_dflash.kernels.verify_mask import write_verify_mask
+from sglang_dflash.provenance import check_provenance, of_server
 from sglang_dflash.target import check_ranks, check_target
 from sglang_dflash.tree import DraftTree
 from sglang_dflash.verify_input import DDTreeVerifyInput
@@ -75,6 +81,8 @@ class DDTreeWorker(DFlashWorkerV2):
             get_exec().deterministic.enable_deterministic_inference or torch.device(self.device).type == "cpu"
         )
         self._window_offsets = torch.arange(tree.width, device=self.device)
+        self._capture: Any = None  # (CaptureTee, FinalHidden | None) on a capturing server
+        self._prefill: Any = None  # the batch whose prefill is running there
         # Before the target's graphs are captured (scheduler.py: target graphs, then draft graphs).
         target_worker.model_runner._decode_cuda_graph_runner_cls = lambda: DDTreeCudaGraphRunner
 
@@ -103,6 +111,16 @@ class DDTreeWorker(DFlashWorkerV2):
             self._draft_sampler = self._build_tree_sampler(max_bs=1)
         self._check_graphs()
         kv_rows(self.model_runner.token_to_kv_pool_allocator.get_kvcache())  # decided, and logged, at start-up
+        self._check_provenance()
+
+    def _check_provenance(self) -> None:
+        """Compare the drafter's training with this server, and start the capture tee if one was asked for."""
+        view = resolving_view(self.server_args)
+        layer_ids = list(read_drafter_spec(drafter_path(view)).target_layer_ids)
+        server = of_server(self.model_runner, layer_ids)
+        check_provenance(drafter_path(view), server)
+        if get_parallel().tp_rank == 0:
+            self._capture = start_capture(view, self.model_runner.model, server.to_json(), layer_ids)
 
     def _check_graphs(self) -> None:
         """A captured width or batch that would fall back to eager is an error at start-up."""
@@ -137,7 +155,8 @@ class DDTreeWorker(DFlashWorkerV2):
         """Prefill and idle rounds are upstream's; a decode step is ours."""
         prefill = batch.forward_mode.is_extend() or batch.is_extend_in_batch
         if prefill or batch.forward_mode.is_idle():
-            return super().forward_batch_generation(batch, on_publish, grammar_barrier, pp_proxy_tensors)
+            with self._capturing(batch):
+                return super().forward_batch_generation(batch, on_publish, grammar_barrier, pp_proxy_tensors)
         step = self._open_step(batch)
         tree = self._draft(step)
         grammar_tree = (
@@ -146,6 +165,29 @@ class DDTreeWorker(DFlashWorkerV2):
         verify_input, output = self._verify(step, tree)
         accepted, target_tokens = self._accept(step, tree, verify_input, output, grammar_tree, grammar_barrier)
         return self._commit(step, output, accepted, target_tokens, on_publish)
+
+    @contextmanager
+    def _capturing(self, batch: Any) -> Iterator[None]:
+        """Tee a prefill's features where the drafter gets them (`_append_target_hidden_to_draft_kv_by_loc`)."""
+        if self._capture is None:
+            yield
+            return
+        self._prefill = batch
+        final = self._capture[1]
+        if final is not None:
+            final.armed = True
+        try:
+            yield
+        finally:
+            self._prefill = None
+            if final is not None:
+                final.armed, final.value = False, None
+
+    def _append_target_hidden_to_draft_kv_by_loc(self, *, target_hidden: Tensor, **kwargs: Any) -> None:
+        if self._prefill is not None:
+            tee, final = self._capture
+            tee.take(self._prefill, target_hidden, None if final is None else final.value)
+        super()._append_target_hidden_to_draft_kv_by_loc(target_hidden=target_hidden, **kwargs)
 
     def _open_step(self, batch: Any) -> Step:
         """Plan the step's KV window once: draft, verify and the KV append all write it."""
