@@ -42,12 +42,18 @@ def slot_weights(loss: str, cross_entropy: Tensor, valid: Tensor, gamma: float) 
     The step's loss is the sum of weights x cross-entropy over all ranks and accumulation steps, divided by the sum of
     normalisers over the same. ``cross_entropy, valid [b, N, B]``; no gradient passes through the weights.
     """
-    if loss in ("reference", "argmax"):
-        weights = position_weights(valid.shape[-1], gamma, valid.device) * valid
-        return weights, weights.sum()
+    total = normaliser(loss, valid, gamma)
     if loss == "dpace":
-        weights = dpace_weights(cross_entropy, valid)
-        return weights, valid.any(dim=-1).sum().float()
+        return dpace_weights(cross_entropy, valid), total
+    return position_weights(valid.shape[-1], gamma, valid.device) * valid, total
+
+
+def normaliser(loss: str, valid: Tensor, gamma: float) -> Tensor:
+    """What ``valid [b, N, B]`` adds to the normaliser: known before the forward, so all of a step's can be summed."""
+    if loss in ("reference", "argmax"):
+        return (position_weights(valid.shape[-1], gamma, valid.device) * valid).sum()
+    if loss == "dpace":
+        return valid.any(dim=-1).sum().float()
     raise TrainError(f"loss: found {loss!r}, want one of {', '.join(LOSSES)}.")
 
 

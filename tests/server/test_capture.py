@@ -91,7 +91,7 @@ def test_invariant_05_06_and_31_captured_features_are_the_layers_outputs(capturi
             scale = hidden[layer + 1].abs().max()
             assert (
                 features[:, i] - hidden[layer + 1][0]
-            ).abs().max() < 5e-4 * scale  # fp32, chunked against sequential
+            ).abs().max() < 5e-4 * scale
             for beside in (layer, layer + 2):
                 assert (features[:, i] - hidden[beside][0]).abs().max() > 1e-2 * scale
         assert (got["final"] - final).abs().max() < 5e-4 * final.abs().max()

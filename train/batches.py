@@ -1,0 +1,160 @@
+"""Captured samples packed into rows for a training step, in a seeded order that a resumed run continues."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .errors import TrainError
+from .shards import Dataset, Sample
+
+
+@dataclass(frozen=True)
+class Batch:
+    """``b`` rows of ``S`` tokens; several documents may share a row."""
+
+    features: Tensor  # [b, S, K*H]
+    token_ids: Tensor  # [b, S] int64
+    loss_mask: Tensor  # [b, S] bool
+    documents: Tensor  # [b, S] int64, -1: padding
+    final: Tensor | None  # [b, S, H]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """``function`` of every tensor."""
+        return Batch(
+            function(self.features),
+            function(self.token_ids),
+            function(self.loss_mask),
+            function(self.documents),
+            None if self.final is None else function(self.final),
+        )
+
+    def to(self, device: torch.device | str) -> Batch:
+        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin(self) -> Batch:
+        return self.map(torch.Tensor.pin_memory)
+
+
+def pack(lengths: Sequence[int], order: Sequence[int], row_length: int, rows: int) -> list[list[list[int]]]:
+    """Batches of ``rows`` rows of sample indices, each row at most ``row_length`` tokens, in ``order``, first fit.
+
+    Raises TrainError for a sample longer than a row: cutting it would train on texts that nobody wrote.
+    """
+    batches: list[list[list[int]]] = []
+    current: list[list[int]] = []
+    room: list[int] = []
+    for index in order:
+        length = lengths[index]
+        if length > row_length:
+            raise TrainError(
+                f"sample {index}: found {length} tokens, want at most max_length {row_length}; raise max_length or "
+                "prepare shorter texts."
+            )
+        fit = next((i for i, free in enumerate(room) if free >= length), None)
+        if fit is None and len(current) == rows:
+            batches.append(current)
+            current, room = [], []
+        if fit is None or not current:
+            current.append([])
+            room.append(row_length)
+            fit = len(current) - 1
+        current[fit].append(index)
+        room[fit] -= length
+    if current:
+        batches.append(current)
+    return batches
+
+
+class Batches:
+    """Every epoch's batches of one rank. Batch ``n`` is the same whenever it is asked for: a run resumes at any step.
+
+    All ranks see the same order and take every ``world``-th batch; a rank past the end gets an empty batch, so that all
+    take part in every step.
+    """
+
+    def __init__(self, dataset: Dataset, *, row_length: int, rows: int, seed: int, rank: int = 0, world: int = 1):
+        self.dataset, self.row_length, self.rows, self.seed = dataset, row_length, rows, seed
+        self.rank, self.world = rank, world
+        self._epoch = -1
+        self._packed: list[list[list[int]]] = []
+        self.per_epoch = self._steps(0)
+
+    def _steps(self, epoch: int) -> int:
+        self._pack(epoch)
+        return -(-len(self._packed) // self.world)
+
+    def _pack(self, epoch: int) -> None:
+        if epoch == self._epoch:
+            return
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        order = torch.randperm(len(self.dataset), generator=generator).tolist()
+        self._packed = pack(self.dataset.lengths, order, self.row_length, self.rows)
+        self._epoch = epoch
+
+    def at(self, epoch: int, step: int) -> Batch:
+        """This rank's batch of a step of an epoch; all padding where the data has run out."""
+        self._pack(epoch)
+        index = step * self.world + self.rank
+        rows = self._packed[index] if index < len(self._packed) else []
+        return self.collate([[self.dataset[i] for i in row] for row in rows])
+
+    def collate(self, rows: list[list[Sample]]) -> Batch:
+        width = self.dataset.feature_width
+        probe = self.dataset[0]
+        shape = (self.rows, self.row_length)  # always the same: compiled kernels and masks are reused
+        features = torch.zeros(*shape, width, dtype=probe.features.dtype)
+        final = None if probe.final is None else torch.zeros(*shape, probe.final.shape[1], dtype=probe.final.dtype)
+        token_ids = torch.zeros(shape, dtype=torch.int64)
+        loss_mask = torch.zeros(shape, dtype=torch.bool)
+        documents = torch.full(shape, -1, dtype=torch.int64)
+        for r, row in enumerate(rows):
+            at = 0
+            for d, sample in enumerate(row):
+                part = slice(at, at + len(sample.token_ids))
+                at = part.stop
+                features[r, part], token_ids[r, part] = sample.features, sample.token_ids.long()
+                loss_mask[r, part], documents[r, part] = sample.loss_mask, d
+                if final is not None and sample.final is not None:
+                    final[r, part] = sample.final
+        return Batch(features, token_ids, loss_mask, documents, final)
+
+    def stream(self, epoch: int, step: int, epochs: int, *, ahead: int = 4, pin: bool = False) -> Iterator[Batch]:
+        """Batches from (epoch, step) to the end of ``epochs``, made by a thread that runs ``ahead``."""
+        ready: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=ahead)
+        stop = threading.Event()
+
+        def put(item: Batch | BaseException | None) -> bool:
+            while not stop.is_set():
+                try:
+                    ready.put(item, timeout=0.2)
+                    return True
+                except queue.Full:
+                    continue
+            return False
+
+        def produce() -> None:
+            try:
+                for e in range(epoch, epochs):
+                    for s in range(step if e == epoch else 0, self._steps(e)):
+                        batch = self.at(e, s)
+                        if not put(batch.pin() if pin else batch):
+                            return
+                put(None)
+            except BaseException as error:  # handed to the consumer, who raises it
+                put(error)
+
+        thread = threading.Thread(target=produce, name="batches", daemon=True)
+        thread.start()
+        try:
+            while (item := ready.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            stop.set()

@@ -1,0 +1,264 @@
+"""tau of one or more drafters on the same prompts: as served, as replayed offline, and that of prompt lookup.
+
+Every way of decoding is a server of its own (the budget is a server setting), started one after the other. All are
+greedy, so all should write the same text. tau is pooled: 1 + accepted drafts / verifies; the prefill's token is not in
+it. Answers that end in an exact loop are easy for any drafting and are always told apart.
+"""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_dflash.drafter import read_drafter_spec
+from sglang_dflash.drafter_config import DrafterSpec
+from sglang_dflash.provenance import target_folder
+
+from .drafter_model import Drafter
+from .errors import TrainError
+from .lookup import lookup_accepts
+from .loops import is_looping
+from .replay import CHAIN, STREAK, Replay, replay
+from .served import AR, Answer, Client, Counts, Mode, Prompt, ServedRun, Serving, parse_modes, pooled
+from .shards import check_space
+from .target_weights import TargetWeights, load_target_weights
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One answered prompt and the context features of the whole of it."""
+
+    token_ids: Tensor  # [S] int32
+    features: Tensor  # [S, K*H]
+    answer_start: int
+
+
+def default_budgets(block_size: int) -> str:
+    """Chain, the tree that costs what the chain costs, and 32 nodes."""
+    return ",".join(dict.fromkeys(["chain", str(block_size - 1), str(max(32, block_size - 1))]))
+
+
+def evaluate(
+    target: str,
+    drafters: Sequence[Path],
+    prompts: Sequence[Prompt],
+    *,
+    budgets: str | None = None,
+    max_tokens: int = 512,
+    concurrency: int = 8,
+    server_flags: dict[str, str] | None = None,
+    say: Callable[[str], object] = print,
+    progress: Callable[[str, int], Callable[[], object]] | None = None,
+) -> dict[str, Any]:
+    """Serve, count, capture, replay. Returns the report that `tables.show_evaluation` prints and ``--out`` writes.
+
+    Args:
+        target: path or hub id.
+        drafters: local directories.
+        prompts: in the target's tokens; the same for every server.
+        budgets: ``ar``, ``chain`` and tree sizes, comma-separated; ``ar`` also says whether the texts are identical.
+        server_flags: more flags for every server, without dashes.
+        progress: given a title and a total, returns what to call at each step.
+
+    Raises TrainError, DrafterError or ServerError.
+    """
+    if not prompts or not drafters:
+        raise TrainError(f"eval: found {len(prompts)} prompts and {len(drafters)} drafters, want one of each at least.")
+    specs = [read_drafter_spec(d) for d in drafters]
+    smallest = min(s.block_size for s in specs)
+    largest = max(s.block_size for s in specs)
+    modes = parse_modes(budgets or default_budgets(largest), largest)
+    if not any(m.is_tree or m.key == CHAIN for m in modes):
+        raise TrainError(
+            f"--budgets: found {budgets!r}, want chain or a tree's budget in it; plain decoding has no tau."
+        )
+    folder = Path(tempfile.mkdtemp(prefix="sglang-dflash-eval-"))
+    (logs := folder / "logs").mkdir()
+    serving = Serving(
+        target=target,
+        on_gpu=torch.cuda.is_available(),
+        logs=logs,
+        concurrency=concurrency,
+        tokens=max(len(p.token_ids) for p in prompts) + max_tokens,
+        extra=server_flags or {},
+    )
+    runs, offline = [], []
+    reference: ServedRun | None = None
+
+    def serve(mode: Mode, drafter: Path | None, capture_for: DrafterSpec | None) -> list[Captured]:
+        nonlocal reference
+        spool = folder / "capture" if capture_for else None
+        if spool:
+            spool.mkdir(exist_ok=True)
+        with serving.start(mode, drafter, say, capture_into=spool) as client:
+            name = f"{drafter.name}: {mode.title}" if drafter else mode.title
+            run = client.run(prompts, max_tokens, concurrency, step(name, len(prompts)))
+            reference = reference or run
+            runs.append(_run_report(mode, drafter, prompts, run, reference))
+            return capture_answers(client, prompts, run.answers, capture_for, folder) if capture_for else []
+
+    step = progress or (lambda title, total: lambda: None)
+    if Mode(AR) in modes:
+        serve(Mode(AR), None, None)
+    for drafter, spec in zip(drafters, specs, strict=True):
+        trees = [m for m in modes if m.is_tree]
+        texts: list[Captured] = []
+        for mode in (m for m in modes if m.key != AR):
+            # Any tree server hands its drafter the same features; the chain is upstream's and has no tee.
+            now = bool(trees) and mode == trees[0]
+            texts = serve(mode, drafter, spec if now else None) or texts
+        if not trees:
+            texts = capture_with(serving, drafter, spec, prompts, reference, folder, say)
+        keys = [m.key for m in trees]
+        offline.append(replay_report(drafter, target_folder(target), texts, [int(k) for k in keys]))
+    assert reference is not None
+    report = {
+        "target": target,
+        "greedy": True,
+        "max_tokens": max_tokens,
+        "concurrency": concurrency,
+        "runs": runs,
+        "offline": offline,
+        "lookup": lookup_report(prompts, reference.answers, smallest - 1),
+    }
+    shutil.rmtree(folder)
+    return report
+
+
+def capture_answers(
+    client: Client, prompts: Sequence[Prompt], answers: Sequence[Answer], spec: DrafterSpec, folder: Path
+) -> list[Captured]:
+    """Features of every prompt with its answer. Answers of one token have nothing to verify and are left out."""
+    pairs = [(p, a) for p, a in zip(prompts, answers, strict=True) if len(a.token_ids) > 1]
+    tokens = sum(len(p.token_ids) + len(a.token_ids) for p, a in pairs)
+    check_space(folder, tokens * len(spec.target_layer_ids) * spec.hidden_size * 4)
+    captured = []
+    for number, (prompt, answer) in enumerate(pairs):
+        tensors = client.capture(f"eval-{number}", [*prompt.token_ids, *answer.token_ids])
+        captured.append(Captured(tensors["token_ids"], tensors["features"], len(prompt.token_ids)))
+    return captured
+
+
+def capture_with(
+    serving: Serving,
+    drafter: Path,
+    spec: DrafterSpec,
+    prompts: Sequence[Prompt],
+    reference: ServedRun | None,
+    folder: Path,
+    say: Callable[[str], object],
+) -> list[Captured]:
+    """The same through a server started only to capture (no tree was asked for)."""
+    assert reference is not None
+    (spool := folder / "capture").mkdir(exist_ok=True)
+    with serving.start(Mode(str(spec.block_size - 1)), drafter, say, capture_into=spool) as client:
+        return capture_answers(client, prompts, reference.answers, spec, folder)
+
+
+def replay_texts(
+    drafter: Path | Drafter, target: TargetWeights, texts: Sequence[Captured], budgets: Sequence[int]
+) -> list[Replay]:
+    """`replay` of every text, on the GPU if there is one, in the dtype of the features."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = drafter if isinstance(drafter, Drafter) else Drafter.from_dir(drafter)
+    if not texts:
+        return []
+    dtype = texts[0].features.dtype
+    model = model.to(device, dtype).eval()
+    weights = target.to(device, dtype)
+    return [replay(model, weights, t.token_ids, t.features, t.answer_start, budgets) for t in texts]
+
+
+def replay_report(drafter: Path, target: Path, texts: Sequence[Captured], budgets: Sequence[int]) -> dict[str, Any]:
+    """Offline figures of one drafter."""
+    replays = replay_texts(drafter, load_target_weights(target), texts, budgets)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # the next server wants the memory
+    return {"drafter": str(drafter), "answers": len(texts), **offline_figures(replays, budgets)}
+
+
+def offline_figures(replays: Sequence[Replay], budgets: Sequence[int]) -> dict[str, Any]:
+    """Pooled: decode tau (the walk a server takes), teacher-forced tau (every position alike), accuracy of each slot."""
+    keys = [CHAIN, *map(str, budgets)]
+    if not replays:
+        return {"decode_tau": {}, "teacher_forced_tau": {}, "top8_streak": None, "accuracy": []}
+    complete = torch.cat([r.complete for r in replays])
+    if not bool(complete.any()):
+        complete = torch.ones_like(complete)
+
+    def mean(key: str) -> float:
+        return float(torch.cat([r.lengths[key] for r in replays])[complete].float().mean())
+
+    correct = torch.cat([r.correct & r.inside for r in replays]).sum(dim=0)
+    inside = torch.cat([r.inside for r in replays]).sum(dim=0).clamp(min=1)
+    return {
+        "decode_tau": {k: pooled([Counts.of(r.walk(k)) for r in replays]).tau for k in keys},
+        "teacher_forced_tau": {k: 1 + mean(k) for k in keys},
+        "top8_streak": mean(STREAK),
+        "accuracy": (correct / inside).tolist(),
+    }
+
+
+def lookup_report(prompts: Sequence[Prompt], answers: Sequence[Answer], drafts: int) -> dict[str, Any]:
+    """Prompt lookup on the same answers."""
+    looked_up = [
+        replace(a, counts=Counts.of(lookup_accepts(p.token_ids, a.token_ids, drafts=drafts)))
+        for p, a in zip(prompts, answers, strict=True)
+    ]
+    return {"drafts": drafts, **_pooled_report(looked_up)}
+
+
+def _pooled_report(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Pooled counts, split by whether an answer ends in a loop."""
+    loops = [is_looping(a.token_ids) for a in answers]
+    everything = pooled([a.counts for a in answers])
+    return {
+        "tau": everything.tau,
+        "tau_off_loop": pooled([a.counts for a, loop in zip(answers, loops, strict=True) if not loop]).tau,
+        "tau_looping": pooled([a.counts for a, loop in zip(answers, loops, strict=True) if loop]).tau,
+        "looping": sum(loops),
+        "answers": len(answers),
+        "tokens": sum(len(a.token_ids) for a in answers),
+        "verifies": everything.verifies,
+        "accepted": everything.accepted,
+        "acceptance": everything.acceptance,
+    }
+
+
+def _run_report(
+    mode: Mode, drafter: Path | None, prompts: Sequence[Prompt], run: ServedRun, reference: ServedRun
+) -> dict[str, Any]:
+    """One server's figures. ``identical`` compares with the first server of the evaluation."""
+    figures = _pooled_report(run.answers)
+    same = [a.token_ids == b.token_ids for a, b in zip(run.answers, reference.answers, strict=True)]
+    return {
+        "mode": mode.key,
+        "title": mode.title,
+        "topk": 8 if mode.is_tree else None,
+        "drafter": str(drafter) if drafter else None,
+        **figures,
+        "seconds": run.seconds,
+        "tokens_per_second": figures["tokens"] / run.seconds,
+        "identical": sum(same),
+        "prompts": [
+            {
+                "id": p.id,
+                "tokens": len(a.token_ids),
+                "verifies": a.counts.verifies,
+                "accepted": a.counts.accepted,
+                "tau": a.counts.tau,
+                "looping": is_looping(a.token_ids),
+                "same_text": equal,
+            }
+            for p, a, equal in zip(prompts, run.answers, same, strict=True)
+        ],
+    }
