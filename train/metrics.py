@@ -1,8 +1,8 @@
 """Teacher-forced figures of a drafter: what it would have committed had the target written the data's text.
 
-tau counts tokens committed a verify, pooled: 1 + accepted / blocks. A chain accepts the leading run of slots whose argmax
-is the text's token; a tree accepts as deep as the text's path is in it. The top-8 streak is the leading run of slots whose
-token is among the 8 best: a ceiling for every width-8 tree, not a tau.
+tau counts tokens committed a verify, pooled: 1 + accepted / blocks. A chain accepts the leading run of slots whose
+argmax is the text's token; a tree accepts as deep as the text's path is in it. The top-8 streak is the leading run of
+slots whose token is among the 8 best: a ceiling for every width-8 tree, not a tau.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from sglang_dflash.tree import build_draft_tree
@@ -74,6 +75,28 @@ class Tally:
         for budget in budgets:
             got = tree_depth_accepted(token_ids, log_probs, labels, valid, budget)
             self.tree_accepted[budget] = self.tree_accepted.get(budget, 0.0) + got.sum()
+
+    def reduced(self) -> Tally:
+        """The sum over all ranks. Collective."""
+
+        def total(value: Tensor | float) -> Tensor | float:
+            if not isinstance(value, Tensor):
+                return value
+            out = value.double()
+            dist.all_reduce(out)
+            return out
+
+        return Tally(
+            self.slots,
+            blocks=total(self.blocks),
+            accepted=total(self.accepted),
+            streak=total(self.streak),
+            counted=total(self.counted),
+            correct=total(self.correct),
+            cross_entropy=total(self.cross_entropy),
+            tree_accepted={budget: total(value) for budget, value in self.tree_accepted.items()},
+            tree_blocks=total(self.tree_blocks),
+        )
 
     def read(self) -> dict[str, float]:
         """The figures; waits for the device. Keys are stable: they are TensorBoard's."""

@@ -167,7 +167,11 @@ class Server:
             return list(pool.map(function, jobs))
 
     def flush(self) -> None:
-        assert self.post("/flush_cache", {}).status_code == 200
+        """Refused while an answered request is still being put away, so tried until the server is idle."""
+        deadline = time.monotonic() + 20
+        while self.post("/flush_cache", {}).status_code != 200:
+            assert time.monotonic() < deadline, self.tail()
+            time.sleep(0.1)
 
     def assert_healthy(self) -> None:
         """Alive, and its pools' own accounting found no leak."""
