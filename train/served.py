@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -194,6 +196,7 @@ class Client:
 
     def __init__(self, http: httpx.Client, mode: Mode, log: Path, capture_into: Path | None):
         self._http, self._mode, self._log, self._captures = http, mode, log, capture_into
+        self.fingerprint: dict[str, Any] = {}  # of the server, once something was captured
 
     def check_mode(self) -> None:
         """Raise TrainError unless the server decodes as it was told to; a tree must not become a chain in silence."""
@@ -262,6 +265,8 @@ class Client:
                 raise TrainError(f"{file}: found nothing after {_CAPTURE_S:.0f} s, want a capture; log {self._log}.")
             time.sleep(0.02)
         tensors: dict[str, Tensor] = load_file(file)
+        with safe_open(str(file), framework="pt") as opened:
+            self.fingerprint = json.loads(opened.metadata()["fingerprint"])
         file.unlink()
         if tensors["token_ids"].tolist() != list(token_ids):
             raise TrainError(f"capture of {name!r}: found other tokens than those sent, want the same; report this.")
