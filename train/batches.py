@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from .errors import TrainError
-from .shards import Dataset, Sample
+from .shards import Sample
+from .source import Source
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,6 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def pin(self) -> Batch:
-        return self.map(torch.Tensor.pin_memory)
 
 
 def pack(lengths: Sequence[int], order: Sequence[int], row_length: int, rows: int) -> list[list[list[int]]]:
@@ -78,12 +76,25 @@ class Batches:
     take part in every step.
     """
 
-    def __init__(self, dataset: Dataset, *, row_length: int, rows: int, seed: int, rank: int = 0, world: int = 1):
+    def __init__(
+        self,
+        dataset: Source,
+        *,
+        row_length: int,
+        rows: int,
+        seed: int,
+        epochs: int,
+        rank: int = 0,
+        world: int = 1,
+        mask_token_id: int = -1,
+    ):
         self.dataset, self.row_length, self.rows, self.seed = dataset, row_length, rows, seed
-        self.rank, self.world = rank, world
+        self.rank, self.world, self.mask_token_id = rank, world, mask_token_id
         self._epoch = -1
         self._packed: list[list[list[int]]] = []
-        self.per_epoch = self._steps(0)
+        self._probe: Sample | None = None
+        # Another order packs into another number of batches, so every epoch has its own.
+        self.per_epoch = [self._steps(epoch) for epoch in range(epochs)]
 
     def _steps(self, epoch: int) -> int:
         self._pack(epoch)
@@ -97,35 +108,53 @@ class Batches:
         self._packed = pack(self.dataset.lengths, order, self.row_length, self.rows)
         self._epoch = epoch
 
-    def at(self, epoch: int, step: int) -> Batch:
-        """This rank's batch of a step of an epoch; all padding where the data has run out."""
+    def at(self, epoch: int, step: int, *, pin: bool = False) -> Batch:
+        """This rank's batch of a step of an epoch; all padding where the data has run out.
+
+        Raises TrainError for a text that has the mask token in it.
+        """
+        rows = self.indices(epoch, step)
+        samples = iter(self.dataset.fetch([i for row in rows for i in row]))
+        return self.collate([[next(samples) for _ in row] for row in rows], pin=pin)
+
+    def indices(self, epoch: int, step: int) -> list[list[int]]:
+        """Which samples stand in which row of this rank's batch."""
         self._pack(epoch)
         index = step * self.world + self.rank
-        rows = self._packed[index] if index < len(self._packed) else []
-        return self.collate([[self.dataset[i] for i in row] for row in rows])
+        return self._packed[index] if index < len(self._packed) else []
 
-    def collate(self, rows: list[list[Sample]]) -> Batch:
-        width = self.dataset.feature_width
-        probe = self.dataset[0]
+    def collate(self, rows: list[list[Sample]], *, pin: bool = False) -> Batch:
+        """One batch, written once: into page-locked memory with ``pin``, of which torch keeps and reuses the blocks."""
+        if self._probe is None:
+            self._probe = rows[0][0] if rows else self.dataset[0]
+        probe = self._probe
         shape = (self.rows, self.row_length)  # always the same: compiled kernels and masks are reused
-        features = torch.zeros(*shape, width, dtype=probe.features.dtype)
-        final = None if probe.final is None else torch.zeros(*shape, probe.final.shape[1], dtype=probe.final.dtype)
-        token_ids = torch.zeros(shape, dtype=torch.int64)
-        loss_mask = torch.zeros(shape, dtype=torch.bool)
-        documents = torch.full(shape, -1, dtype=torch.int64)
-        for r, row in enumerate(rows):
+
+        def empty(like: Tensor) -> Tensor:
+            return torch.empty(*shape, *like.shape[1:], dtype=like.dtype, pin_memory=pin)
+
+        features, final = empty(probe.features), None if probe.final is None else empty(probe.final)
+        token_ids = torch.zeros(shape, dtype=torch.int64, pin_memory=pin)
+        loss_mask = torch.zeros(shape, dtype=torch.bool, pin_memory=pin)
+        documents = torch.full(shape, -1, dtype=torch.int64, pin_memory=pin)
+        for r in range(self.rows):
             at = 0
-            for d, sample in enumerate(row):
+            for d, sample in enumerate(rows[r] if r < len(rows) else []):
+                check_mask_token(sample, self.mask_token_id)
                 part = slice(at, at + len(sample.token_ids))
                 at = part.stop
-                features[r, part], token_ids[r, part] = sample.features, sample.token_ids.long()
+                features[r, part], token_ids[r, part] = sample.features, sample.token_ids
                 loss_mask[r, part], documents[r, part] = sample.loss_mask, d
                 if final is not None and sample.final is not None:
                     final[r, part] = sample.final
+            # Nobody sees padding, but 0 x NaN is NaN: whatever lay in this memory must not stay.
+            features[r, at:].zero_()
+            if final is not None:
+                final[r, at:].zero_()
         return Batch(features, token_ids, loss_mask, documents, final)
 
-    def stream(self, epoch: int, step: int, epochs: int, *, ahead: int = 4, pin: bool = False) -> Iterator[Batch]:
-        """Batches from (epoch, step) to the end of ``epochs``, made by a thread that runs ``ahead``."""
+    def stream(self, epoch: int, step: int, *, ahead: int = 4, pin: bool = False) -> Iterator[Batch]:
+        """Batches from (epoch, step) to the end of the last epoch, made by a thread that runs ``ahead``."""
         ready: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=ahead)
         stop = threading.Event()
 
@@ -140,10 +169,9 @@ class Batches:
 
         def produce() -> None:
             try:
-                for e in range(epoch, epochs):
-                    for s in range(step if e == epoch else 0, self._steps(e)):
-                        batch = self.at(e, s)
-                        if not put(batch.pin() if pin else batch):
+                for e in range(epoch, len(self.per_epoch)):
+                    for s in range(step if e == epoch else 0, self.per_epoch[e]):
+                        if not put(self.at(e, s, pin=pin)):
                             return
                 put(None)
             except BaseException as error:  # handed to the consumer, who raises it
@@ -158,3 +186,12 @@ class Batches:
                 yield item
         finally:
             stop.set()
+
+
+def check_mask_token(sample: Sample, mask_token_id: int) -> None:
+    """A mask token inside a text would be drafted as if it were one."""
+    if bool((sample.token_ids == mask_token_id).any()):
+        raise TrainError(
+            f"sample {sample.id!r}: found the mask token {mask_token_id} in its text, want a token that no text "
+            "has; choose another drafter.mask_token_id."
+        )

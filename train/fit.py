@@ -10,11 +10,11 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,13 +28,14 @@ from torch.optim import AdamW
 
 from sglang_dflash.drafter_config import DrafterSpec
 
-from .batches import Batch, Batches
+from .batches import Batch, Batches, check_mask_token
 from .checkpoint import checkpoints, load_checkpoint, read_state, save_checkpoint
 from .drafter_model import Drafter
 from .errors import TrainError
 from .metrics import Tally
 from .recipe import Recipe, drafter_spec
-from .shards import Dataset, write_atomically
+from .shards import Dataset, check_sample, write_atomically
+from .source import Source
 from .step import draft_hidden, loss_of, plan_drafts, tally_trees
 from .target_weights import TargetWeights, load_target_weights
 
@@ -49,7 +50,7 @@ class Fit:
     def __init__(
         self,
         target: str | Path,
-        data: list[str | Path],
+        data: Sequence[str | Path] | Source,
         out: str | Path,
         recipe: Recipe,
         *,
@@ -59,19 +60,22 @@ class Fit:
         self.recipe, self.out, self.console = recipe, Path(out), console or Console(stderr=True)
         self.device = _start_ranks()
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.dataset = Dataset(*data)
+        self.dataset: Source = Dataset(*data) if isinstance(data, (list, tuple)) else cast(Source, data)
         self.spec = drafter_spec(recipe, target, self.dataset.layer_ids, self.dataset.feature_width)
         self.batches = Batches(
             self.dataset,
             row_length=recipe.max_length,
             rows=recipe.rows,
             seed=recipe.seed,
+            epochs=recipe.epochs,
             rank=self.rank,
             world=self.world,
+            mask_token_id=recipe.drafter.mask_token_id,
         )
-        if recipe.loss == "argmax" and self.dataset[0].final is None:
+        if recipe.loss == "argmax" and not self.dataset.has_final:
             raise TrainError("loss argmax: found data without the final hidden state, want it; prepare with --final.")
-        _check_mask_token(self.dataset, recipe.drafter.mask_token_id)
+        for sample in self.dataset.fetch(range(min(len(self.dataset), 64))):  # the rest as they come
+            check_mask_token(sample, recipe.drafter.mask_token_id)
         dtype = _DTYPES[recipe.dtype]
         self.target: TargetWeights = load_target_weights(target).to(self.device, dtype)
         self.drafter = Drafter(self.spec).initialise(recipe.seed)
@@ -81,8 +85,8 @@ class Fit:
         self.optimiser = AdamW(
             self.model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay, fused=self.device.type == "cuda"
         )
-        self.per_epoch = -(-self.batches.per_epoch // recipe.accumulation)
-        self.steps = self.per_epoch * recipe.epochs
+        self.per_epoch = [-(-batches // recipe.accumulation) for batches in self.batches.per_epoch]
+        self.steps = sum(self.per_epoch)
         self.step = 0
         self._open_run(target)
 
@@ -140,7 +144,7 @@ class Fit:
             for micro in self._micro_batches():
                 if self.step >= end:
                     break
-                log = (self.step + 1) % self.recipe.log_every == 0 or self.step + 1 == end
+                log = self._logs(self.step + 1) or self.step + 1 == end
                 loss, norm = self._train(micro, tally, trees=log)
                 losses += torch.stack([loss, torch.ones_like(loss)])
                 self.step += 1
@@ -160,16 +164,24 @@ class Fit:
 
     def _micro_batches(self) -> Iterator[list[Batch]]:
         """The micro-batches of each step from where the run stands; an epoch's last step may have fewer."""
-        epoch, step = divmod(self.step, self.per_epoch)
-        stream = self.batches.stream(
-            epoch, step * self.recipe.accumulation, self.recipe.epochs, pin=self.device.type == "cuda"
-        )
-        while epoch < self.recipe.epochs:
-            left = self.batches.per_epoch - step * self.recipe.accumulation
-            yield [next(stream) for _ in range(min(self.recipe.accumulation, left))]
-            step += 1
-            if step == self.per_epoch:
-                epoch, step = epoch + 1, 0
+        epoch, first = self._position(self.step)
+        stream = self.batches.stream(epoch, first, pin=self.device.type == "cuda")
+        for step in range(self.step, self.steps):
+            epoch, first = self._position(step)
+            yield [next(stream) for _ in range(min(self.recipe.accumulation, self.batches.per_epoch[epoch] - first))]
+
+    def _position(self, step: int) -> tuple[int, int]:
+        """The epoch of a step, and the number of its first micro-batch there."""
+        epoch = 0
+        while step >= self.per_epoch[epoch]:
+            step -= self.per_epoch[epoch]
+            epoch += 1
+        return epoch, step * self.recipe.accumulation
+
+    def _logs(self, step: int) -> bool:
+        """Also before every save: a resumed run then averages its figures over the same steps as one that was not
+        killed, and weights with a NaN in them are never saved."""
+        return step % self.recipe.log_every == 0 or step % self.recipe.save_every == 0
 
     def _train(self, micro: list[Batch], tally: Tally, *, trees: bool) -> tuple[Tensor, Tensor]:
         """One optimiser step; the loss and the gradient's norm, on the device."""
@@ -178,7 +190,7 @@ class Fit:
         generator.manual_seed((self.recipe.seed * 1_000_003 + self.step) * 1009 + self.rank)
         if self.recipe.noise:
             torch.manual_seed((self.recipe.seed * 1_000_003 + self.step) * 1013 + self.rank)
-        plans = [plan_drafts(batch.to(self.device), self.recipe, generator) for batch in micro]
+        plans = [plan_drafts(batch, self.recipe, generator) for batch in micro]
         weight = torch.stack([plan.weight for plan in plans]).sum()
         dist.all_reduce(weight)
         weight = weight.clamp(min=1e-6)  # a step without a single label moves nothing
@@ -218,11 +230,12 @@ class Fit:
         figures = {"step": float(self.step), "loss": loss, "grad_norm": float(norm)} | tally.reduced().read()
         figures |= {"lr": self.optimiser.param_groups[0]["lr"], "seconds": round(time.monotonic() - began, 3)}
         if not math.isfinite(loss) or not math.isfinite(figures["grad_norm"]):
+            self._check_samples()
             raise TrainError(
                 f"step {self.step}: loss: found {loss}, gradient norm {figures['grad_norm']}, want finite numbers; "
                 "lower lr, or train in float32; the run's last checkpoint is from before."
             )
-        early = self.step <= max(1, self.steps // 10) and self.step <= self.per_epoch
+        early = self.step <= max(1, self.steps // 10) and self.step <= self.per_epoch[0]
         figures["leak_alarm"] = float(early and figures["accuracy/all"] > _LEAK)
         if figures["leak_alarm"] and self.rank == 0:
             self.console.print(
@@ -231,6 +244,16 @@ class Fit:
                 style="bold red",
             )
         return figures
+
+    def _check_samples(self) -> None:
+        """Raise TrainError naming the sample if the data, and not the training, brought the NaN."""
+        since = next((n for n in range(self.step - 1, 0, -1) if self._logs(n)), 0)
+        for step in range(since, self.step):
+            epoch, first = self._position(step)
+            for micro in range(first, min(first + self.recipe.accumulation, self.batches.per_epoch[epoch])):
+                for row in self.batches.indices(epoch, micro):
+                    for sample in self.dataset.fetch(row):
+                        check_sample(sample)
 
     def _record(self, figures: dict[str, float], writer: Any) -> None:
         if self.rank != 0:
@@ -251,7 +274,8 @@ class Fit:
             raise TrainError(
                 "tensorboard: found no tensorboardX, want it; pip install tensorboardX, or set tensorboard: false."
             ) from e
-        return SummaryWriter(str(self.out / "tensorboard"))
+        # Points past the checkpoint are drawn again.
+        return SummaryWriter(str(self.out / "tensorboard"), purge_step=self.step + 1, flush_secs=10)
 
     def _progress(self) -> Progress:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -283,17 +307,6 @@ def _shard(drafter: Drafter, device: torch.device, dtype: torch.dtype) -> Any:
     for layer in drafter.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     return fully_shard(drafter, mesh=mesh, mp_policy=policy)
-
-
-def _check_mask_token(dataset: Dataset, mask_token_id: int) -> None:
-    """A mask token inside the texts would be drafted as if it were one."""
-    for i in range(min(len(dataset), 256)):
-        sample = dataset[i]
-        if bool((sample.token_ids == mask_token_id).any()):
-            raise TrainError(
-                f"sample {sample.id!r}: found the mask token {mask_token_id} in its text, want a token that no text "
-                "has; choose another drafter.mask_token_id."
-            )
 
 
 def _difference(have: Any, want: Any) -> str:

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -184,6 +184,15 @@ class Dataset:
         names = set(opened.keys())
         parts = {name: opened.get_slice(name)[rows] for name in names}
         return Sample(where["id"], parts["token_ids"], parts["loss_mask"], parts["features"], parts.get("final"))
+
+    def fetch(self, indices: Sequence[int]) -> list[Sample]:
+        """Several samples, in order."""
+        return [self[i] for i in indices]
+
+    @property
+    def has_final(self) -> bool:
+        """Whether the final hidden state was captured too."""
+        return "final" in set(self._opened(self._samples[0][0]).keys())
 
     def __iter__(self) -> Iterator[Sample]:
         return (self[i] for i in range(len(self)))

@@ -138,6 +138,53 @@ def test_a_kill_at_any_moment_and_a_resume_lose_nothing(
         assert torch.allclose(sample.features, wanted[name].features, atol=1e-4)
 
 
+ONLINE = """
+import json, sys
+from pathlib import Path
+sys.path[:0] = [{tests!r}]
+import torch
+from sglang_dflash.train.fit import Fit
+from sglang_dflash.train.online import online
+from sglang_dflash.train.shards import Dataset
+from training_data import recipe
+if __name__ == "__main__":
+    data, out = Path({data!r}), Path({out!r})
+    shape = dict(layers=1, heads=2, kv_heads=1, head_dim=16, intermediate=32, block_size=4, mask_token_id={mask})
+    settings = recipe(drafter=shape, max_length=160, rows=1, epochs=1, save_every=1000)
+    with online({target!r}, data, (1, 2)) as source:
+        stored = {{s.id: s for s in Dataset(data)}}
+        worst = 0.0
+        for got in source.fetch(list(range(len(source)))):
+            want = stored[got.id]
+            assert torch.equal(got.token_ids, want.token_ids) and torch.equal(got.loss_mask, want.loss_mask)
+            worst = max(worst, float((got.features - want.features).abs().max()))
+        Fit({target!r}, source, out / "online", settings).run()
+        left = [p.name for p in source._folder.iterdir()]
+    print(json.dumps([len(source), worst, left]))
+"""
+
+
+def test_online_capture_feeds_the_trainer_and_leaves_nothing(prepared: Path, target: Path, tmp_path: Path) -> None:
+    mask = demo_models.byte_vocabulary()["<|mask|>"]
+    file = tmp_path / "online.py"
+    file.write_text(
+        ONLINE.format(
+            tests=str(Path(__file__).parent), data=str(prepared), out=str(tmp_path), target=str(target), mask=mask
+        )
+    )
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_")}
+    done = subprocess.run(
+        [sys.executable, str(file)], capture_output=True, text=True, env=environment, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    count, worst, left = json.loads(done.stdout.splitlines()[-1])
+    assert (count, left) == (COUNT, [])
+    assert worst < 1e-3
+    curve = [json.loads(line) for line in (tmp_path / "online" / "metrics.jsonl").read_text().splitlines()]
+    assert curve
+    assert all(point["loss"] > 0 for point in curve)
+
+
 def test_invariant_30_training_ids_are_serving_ids(target: Path) -> None:
     """The chat endpoint's own path: SGLang renders the template and encodes the text without special tokens."""
     template = Template(target, thinking=False)
