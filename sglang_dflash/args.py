@@ -11,19 +11,17 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sglang_dflash.capture import check_capture
 from sglang_dflash.config import DEFAULT_TOPK, SettingError, TreeConfig
 from sglang_dflash.drafter import check_drafter, read_drafter_spec, resolve_drafter_path, target_facts
-from sglang_dflash.drafter_config import DrafterError
+from sglang_dflash.provenance import accepted_provenance, of_files, only_warns
+from sglang_dflash.startup_errors import note_command_line, one_line_errors
 
 logger = logging.getLogger(__name__)
-
-_command_line = False  # whether this process took its arguments from a command line
 
 #: Reasons for refusing a server option beside a tree: (field, is it fine?, wanted, why).
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
@@ -71,23 +69,35 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
 _ATTENTION_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 
 
+def _whole(flag: str, value: int | str | None) -> int | None:
+    try:
+        return None if value is None else int(value)
+    except (TypeError, ValueError):
+        raise SettingError(f"--{flag}: found {value!r}, want a whole number; correct it.") from None
+
+
 def merge_flags(
-    ddtree_topk: int | None, ddtree_budget: int | None, eagle_topk: int | None, num_draft_tokens: int | None
+    ddtree_topk: int | str | None,
+    ddtree_budget: int | str | None,
+    eagle_topk: int | None,
+    num_draft_tokens: int | None,
 ) -> tuple[int | None, int | None]:
     """Map ``--speculative-ddtree-*`` onto the existing fields.
 
     Returns ``(speculative_eagle_topk, speculative_num_draft_tokens)``; raises SettingError when a
-    setting is given under both names with different values.
+    setting is given under both names with different values, or a value is no whole number.
     """
+    ddtree_topk = _whole("speculative-ddtree-topk", ddtree_topk)
+    ddtree_budget = _whole("speculative-ddtree-budget", ddtree_budget)
     if ddtree_topk is not None:
-        if eagle_topk is not None and int(eagle_topk) != int(ddtree_topk):
+        if eagle_topk is not None and int(eagle_topk) != ddtree_topk:
             raise SettingError(
                 f"--speculative-ddtree-topk {ddtree_topk} and --speculative-eagle-topk {eagle_topk} are the same "
                 "setting with two values; give one of them."
             )
-        eagle_topk = int(ddtree_topk)
+        eagle_topk = ddtree_topk
     if ddtree_budget is not None:
-        width = int(ddtree_budget) + 1
+        width = ddtree_budget + 1
         if num_draft_tokens is not None and int(num_draft_tokens) != width:
             raise SettingError(
                 f"--speculative-ddtree-budget {ddtree_budget} asks for {width} verify rows (nodes + root) but "
@@ -98,39 +108,28 @@ def merge_flags(
 
 
 def add_flags(result: Any, parser: argparse.ArgumentParser) -> None:
-    """AFTER hook of ``ServerArgs.add_cli_args``; ``--config`` files read the same parser."""
+    """AFTER hook of ``ServerArgs.add_cli_args``; ``--config`` files read the same parser.
+
+    The values stay text here: argparse would bury "invalid int" under 480 lines of usage.
+    """
     group = parser.add_argument_group("DDTree (sglang-dflash)")
     group.add_argument(
         "--speculative-ddtree-topk",
-        type=int,
+        metavar="K",
         help=f"Candidates a depth, K (default {DEFAULT_TOPK}; 1 is the upstream chain). Same setting as "
         "--speculative-eagle-topk.",
     )
     group.add_argument(
         "--speculative-ddtree-budget",
-        type=int,
+        metavar="N",
         help="Tree nodes without the root, N (default: block size - 1, the cost of the chain). Same setting as "
         "--speculative-num-draft-tokens N+1.",
     )
 
 
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Let a refusal of ours end a command line with its one line and status 2, as argparse ends. In a process that
-    was given no command line (``sglang.Engine``) the exception passes through."""
-    try:
-        yield
-    except (SettingError, DrafterError) as error:
-        if not _command_line:
-            raise
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
-
-
 def from_cli_args(original: Callable, cls: type, args: argparse.Namespace) -> Any:
     """AROUND hook of ``ServerArgs.from_cli_args``: unknown namespace entries are dropped there."""
-    global _command_line
-    _command_line = True
+    note_command_line()
     with one_line_errors():
         args.speculative_eagle_topk, args.speculative_num_draft_tokens = merge_flags(
             getattr(args, "speculative_ddtree_topk", None),
@@ -138,6 +137,12 @@ def from_cli_args(original: Callable, cls: type, args: argparse.Namespace) -> An
             args.speculative_eagle_topk,
             args.speculative_num_draft_tokens,
         )
+    return original(cls, args)
+
+
+def leave_flags(original: Callable, cls: type, args: argparse.Namespace) -> Any:
+    """AROUND hook of ``ServerArgs.from_cli_args`` where DFLASH is refused: only the refusal needs to know of it."""
+    note_command_line()
     return original(cls, args)
 
 
@@ -291,7 +296,11 @@ def resolve_pipeline(original: Callable, server_args: Any) -> None:
 
     with one_line_errors():
         cfg = resolving_view(server_args)
-        if wants_tree(cfg) and cfg.speculative_draft_model_path is not None:
+        if wants_tree(cfg):
+            if cfg.speculative_draft_model_path is None:
+                raise SettingError(
+                    "--speculative-draft-model-path: found none, want a DFlash drafter's directory or hub id; give it."
+                )
             assert_hooks_applied()
             refuse_unsupported(cfg)
             tree = resolve_tree(cfg)
@@ -311,6 +320,8 @@ def resolve_pipeline(original: Callable, server_args: Any) -> None:
                 sampling_backend="pytorch",
             )
         original(server_args)
+        check_capture(cfg, tree=wants_tree(cfg))
+        only_warns()
 
 
 def handle_dflash(original: Callable, server_args: Any) -> None:
@@ -329,6 +340,7 @@ def handle_dflash(original: Callable, server_args: Any) -> None:
         # Dummy weights are made up by the loader: there is no file to check.
         tensors=(cfg.speculative_draft_load_format or cfg.load_format) != "dummy",
     )
+    accepted_provenance(drafter_path(cfg), of_files(model_config, cfg, spec.target_layer_ids))
     for warning in spec.warnings:
         logger.warning(warning)
     if (requests := default_requests(cfg)) is not None:

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sglang_dflash import contract
+from sglang_dflash.server_process import cache_problem
 from sglang_dflash.serving_kernels import importers, serving_kernels
 
 DISTRIBUTION = "sglang-dflash"
@@ -183,9 +184,9 @@ def check_entry_points(report: Report, platform: str) -> None:
         table.add_row(group, name, value, "[green]ok" if problem is None else f"[red]{problem}")
         if problem is not None and problem not in report.problems:  # one variable can switch off both
             report.problems.append(problem)
-    switch = os.environ.get("SGLANG_DFLASH", "on")
+    switch = os.environ.get("SGLANG_DFLASH") or "on"
     if switch.lower() == "off":
-        report.notes.append("SGLANG_DFLASH=off: DFLASH is stock SGLang's chain, the tree flags are absent.")
+        report.notes.append("SGLANG_DFLASH=off: DFLASH is stock SGLang's chain, the tree flags are ignored.")
     elif switch.lower() != "on":
         report.problems.append(f"SGLANG_DFLASH: found {switch!r}, want on or off; correct or unset it")
 
@@ -238,6 +239,8 @@ def run_checks() -> Report:
         check_contract(report, root)
         check_kernels(report, root, platform)
     check_versions(report, platform)
+    if (problem := cache_problem(os.environ)) is not None:
+        report.problems.append(problem)
     check_entry_points(report, platform)
     return report
 

@@ -14,6 +14,10 @@ class SettingError(ValueError):
     """A server setting that must not be served. One line: name, value found, value wanted, remedy."""
 
 
+class ContractError(RuntimeError):
+    """This SGLang is not the one the plugin was written against, or did not take every hook."""
+
+
 @dataclass(frozen=True)
 class TreeConfig:
     """Block, candidates and budget of a DDTree (arXiv 2604.12989).

@@ -16,13 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
-from sglang_dflash.contract_needs import NEEDS, Need
+from sglang_dflash.contract_needs import NEEDS as SERVING_NEEDS
+from sglang_dflash.contract_needs import Need
+from sglang_dflash.contract_needs_capture import CAPTURE_NEEDS
 
 __all__ = ["NEEDS", "SGLANG_VERSION", "Drift", "Need", "check", "installed_version", "sglang_root"]
 
 _Node = ast.stmt | ast.Attribute  # a definition, or the target of ``self.name = ...``
 
 SGLANG_VERSION = "0.5.23"
+NEEDS: tuple[Need, ...] = (*SERVING_NEEDS, *CAPTURE_NEEDS)
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,39 @@ NEEDS: tuple[Need, ...] = (
         "hook: warm-up with a mask and links",
     ),
     Need("srt.speculative.dflash_utils:validate_dflash_request", ("req", "enable_overlap"), "hook: refuse with 400"),
+    *_members(
+        "srt.managers.schedule_batch:Req",
+        "requests refused",
+        "origin_input_ids vocab_size multimodal_inputs logprob sampling_params custom_logit_processor lora_id "
+        "input_embeds return_hidden_states return_sampling_mask return_routed_experts return_indexer_topk",
+    ),
+    _fields("srt.managers.schedule_batch:ReqLogprob", "requests refused", "top_logprobs_num"),
+    _fields(
+        "srt.sampling.sampling_params:SamplingParams",
+        "requests refused",
+        "top_k min_p sampling_seed min_new_tokens frequency_penalty presence_penalty repetition_penalty",
+    ),
+    Need(
+        "srt.managers.tokenizer_manager:TokenizerManager._create_tokenized_object",
+        ("self", "obj"),
+        "hook: refuse early",
+    ),
+    Need("srt.managers.tokenizer_manager:TokenizerManager.model_config", (), "vocabulary of the target"),
+    _fields(
+        "srt.managers.io_struct:TokenizedGenerateReqInput",
+        "requests refused early",
+        "input_ids mm_inputs session_params sampling_params top_logprobs_num custom_logit_processor lora_id "
+        "input_embeds return_hidden_states return_sampling_mask return_routed_experts return_indexer_topk",
+    ),
+    Need(
+        "srt.managers.io_struct:GenerateReqInput.normalize_batch_and_arguments", ("self",), "hook: 400 instead of 500"
+    ),
+    _fields(
+        "srt.managers.io_struct:GenerateReqInput",
+        "requests refused",
+        "text input_ids sampling_params logprob_start_len",
+    ),
+    Need("srt.entrypoints.openai.protocol:ChatCompletionRequest", (), "replaced: 400 instead of 500"),
     Need("srt.mem_cache.allocation_sizing:get_req_to_token_extra_context_len", (), "hook: row headroom of a tree"),
     Need("srt.mem_cache.allocation_sizing:get_alloc_len_per_decode", (), "hook: a step allocates the width"),
     Need(
@@ -186,7 +219,7 @@ NEEDS: tuple[Need, ...] = (
     Need("srt.layers.attention.verify_mask:VerifyMask", ("buffer", "mode", "max_bs"), "mask buffer written in place"),
     Need("srt.layers.attention.triton_backend:TritonAttnBackend.verify_mask", ("self",), "the graph's mask buffer"),
     Need("srt.platforms.interface:PlatformCapabilities", (), "CPU platform"),
-    *_members("srt.plugins.hook_registry:HookType", "kinds of our hooks", "AROUND AFTER"),
+    *_members("srt.plugins.hook_registry:HookType", "kinds of our hooks", "AROUND AFTER REPLACE"),
     # options read and refused, by the namespace that declares them
     _fields(
         "srt.arg_groups.fields.spec:Spec",

@@ -8,6 +8,7 @@ and its HTTP API.
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import sys
@@ -22,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sglang_dflash.server_process import ServerError, server_environment, serving, tail
+from sglang_dflash.server_process import ServerError, cache_problem, server_environment, serving, tail
 
 PROMPTS = (
     "Explain in two sentences why the sky is blue.",
@@ -33,6 +34,7 @@ PROMPTS = (
     "SELECT name, count(*) FROM orders GROUP BY",
 )
 MAX_TOKENS = 96
+MODELS = "sglang-dflash-demo-"  # a temporary directory's name begins so, and goes on with our process id
 
 
 class DemoError(RuntimeError):
@@ -175,6 +177,14 @@ def report(ar: Run, tree: Run, console: Console) -> bool:
     return identical
 
 
+def remove_leftovers() -> None:
+    """Remove the models of demos that were killed with signal 9, which runs no clean-up."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{MODELS}*-*"):
+        pid = folder.name.removeprefix(MODELS).partition("-")[0]
+        if pid.isdecimal() and not Path("/proc", pid).exists():
+            shutil.rmtree(folder, ignore_errors=True)  # another user's stay
+
+
 def main() -> int:
     """Write the models, run both servers, compare. Returns the exit status."""
     from sglang_dflash import demo_models
@@ -183,26 +193,34 @@ def main() -> int:
     on_gpu = has_gpu()
     # Ctrl-C arrives as an exception already; a plain `kill` must end the servers too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with tempfile.TemporaryDirectory(prefix="sglang-dflash-demo-") as models:
-        logs = Path(tempfile.mkdtemp(prefix="sglang-dflash-logs-"))
-        target, drafter = demo_models.write(Path(models))
-        console.print(
-            f"A tiny hybrid target and an untrained drafter (random weights), on "
-            f"{'the GPU' if on_gpu else 'the CPU'}: the text is noise."
-        )
-        shared = server_flags(target, on_gpu)
-        try:
+    if (problem := cache_problem(os.environ)) is not None:
+        console.print(f"demo failed: {problem}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return 1
+    remove_leftovers()
+    logs = Path(tempfile.mkdtemp(prefix="sglang-dflash-logs-"))
+    status = 1
+    try:
+        with tempfile.TemporaryDirectory(prefix=f"{MODELS}{os.getpid()}-") as models:
+            target, drafter = demo_models.write(Path(models))
+            console.print(
+                f"A tiny hybrid target and an untrained drafter (random weights), on "
+                f"{'the GPU' if on_gpu else 'the CPU'}: the text is noise."
+            )
+            shared = server_flags(target, on_gpu)
             ar = run("AR", shared, on_gpu, logs / "ar.log", console)
             tree = run("DDTree-8", shared | tree_flags(drafter), on_gpu, logs / "ddtree.log", console)
-            identical = report(ar, tree, console)
+        status = 0 if report(ar, tree, console) else 1
+    except (DemoError, ServerError) as e:
+        console.print(f"demo failed: {e}", style="red", markup=False, highlight=False, soft_wrap=True)
+    except KeyboardInterrupt:
+        console.print("interrupted; servers ended")
+        status = 130
+    finally:
+        if status == 0:
             shutil.rmtree(logs)
-            return 0 if identical else 1
-        except (DemoError, ServerError) as e:
-            console.print(f"demo failed: {e}", style="red", markup=False, highlight=False, soft_wrap=True)
-            return 1
-        except KeyboardInterrupt:
-            console.print("interrupted; servers ended")
-            return 130
+        else:
+            console.print(f"the servers' logs stay in {logs}", markup=False, highlight=False, soft_wrap=True)
+    return status
 
 
 if __name__ == "__main__":

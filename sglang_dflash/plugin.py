@@ -16,7 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_dflash import contract
-from sglang_dflash.config import SettingError
+from sglang_dflash.config import ContractError, SettingError
+from sglang_dflash.startup_errors import one_line_errors
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +27,9 @@ _SEAMS = (  # any one of these can refuse DFLASH
     "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker",
 )
 _ADD_FLAGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
+_PARSED = "sglang.srt.server_args.ServerArgs.from_cli_args"
+_MANAGERS = "sglang.srt.managers."
 _hooked: list[str] = []
-
-
-class ContractError(RuntimeError):
-    """This SGLang is not the one the plugin was written against."""
 
 
 def _off() -> bool:
@@ -56,16 +55,22 @@ def register() -> None:
         if not drifts:
             _install_hooks()
             return
-        message = _wrong_installation("; ".join(map(str, drifts)))
+        refusal: Exception = ContractError(_wrong_installation("; ".join(map(str, drifts))))
     except SettingError as error:
-        message = str(error)
+        refusal = error
     except Exception as error:  # SGLang would only log it, and serve the chain
-        logger.exception("sglang-dflash did not load.")
-        message = _wrong_installation(f"{type(error).__name__}: {error}")
-    if multiprocessing.parent_process() is None:  # once, not in every process of a server
-        logger.error(message)
+        if _first_process():
+            logger.exception("sglang-dflash did not load.")
+        refusal = ContractError(_wrong_installation(f"{type(error).__name__}: {error}"))
+    if _first_process():
+        logger.error(refusal)
     _accept_flags(ignored=False)
-    _refuse_dflash(message)
+    _refuse_dflash(refusal)
+
+
+def _first_process() -> bool:
+    """A server loads its plugins in at least three processes; what they all find is said by one."""
+    return multiprocessing.parent_process() is None
 
 
 def _wrong_installation(reason: str) -> str:
@@ -84,8 +89,8 @@ def _accept_flags(*, ignored: bool) -> None:
 
         if _ADD_FLAGS not in _hooked:  # a load that failed half way may have got as far as this one
             _hook(_ADD_FLAGS, args.add_flags, "AFTER")
-        if ignored:
-            _hook("sglang.srt.server_args.ServerArgs.from_cli_args", args.ignore_flags, "AROUND")
+        if _PARSED not in _hooked:
+            _hook(_PARSED, args.ignore_flags if ignored else args.leave_flags, "AROUND")
     except Exception:
         logger.exception("sglang-dflash could not add its flags to this SGLang.")
 
@@ -101,12 +106,15 @@ def _install_hooks() -> None:
     from sglang_dflash import allocation, args, memory, refusals
 
     _hook(_ADD_FLAGS, args.add_flags, "AFTER")
-    _hook("sglang.srt.server_args.ServerArgs.from_cli_args", args.from_cli_args, "AROUND")
+    _hook(_PARSED, args.from_cli_args, "AROUND")
     _hook("sglang.srt.arg_groups.pipeline.run_resolution_pipeline", args.resolve_pipeline, "AROUND")
     _hook("sglang.srt.arg_groups.speculative_hook._handle_dflash", args.handle_dflash, "AROUND")
     _hook("sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker", create_worker, "AROUND")
     _hook("sglang.srt.speculative.spec_info.create_dummy_verify_input", create_dummy_verify_input, "AROUND")
     _hook("sglang.srt.speculative.dflash_utils.validate_dflash_request", refusals.validate_request, "AFTER")
+    _hook(_MANAGERS + "tokenizer_manager.TokenizerManager._create_tokenized_object", refusals.refuse_tokenized, "AFTER")
+    _hook(_MANAGERS + "io_struct.GenerateReqInput.normalize_batch_and_arguments", refusals.normalize_request, "AROUND")
+    _hook("sglang.srt.entrypoints.openai.protocol.ChatCompletionRequest", refusals.chat_request(), "REPLACE")
     sizing = "sglang.srt.mem_cache.allocation_sizing."
     _hook(sizing + "get_req_to_token_extra_context_len", allocation.extra_context_len, "AFTER")
     _hook(sizing + "get_alloc_len_per_decode", allocation.alloc_len_per_decode, "AFTER")
@@ -161,22 +169,25 @@ def assert_hooks_applied() -> None:
 
 def _is_wrapped(target: str) -> bool:
     owner, _, name = target.rpartition(".")
-    return hasattr(getattr(pkgutil.resolve_name(owner), name), "__wrapped__")
+    value = getattr(pkgutil.resolve_name(owner), name)
+    # A replaced class is not wrapped, but ours.
+    return hasattr(value, "__wrapped__") or value.__module__.startswith(f"{__package__}.")
 
 
-def _refuse_dflash(message: str) -> None:
+def _refuse_dflash(refusal: Exception) -> None:
     def is_dflash(subject: Any) -> bool:
         name = getattr(subject, "speculative_algorithm", None) or getattr(subject, "name", None) or ""
         return str(name).upper() == "DFLASH"
 
     def refuse(original: Callable, *args: Any, **kwargs: Any) -> Any:
         if any(is_dflash(value) for value in (*args, *kwargs.values())):
-            raise ContractError(message)
+            with one_line_errors():
+                raise refusal
         return original(*args, **kwargs)
 
     if not sum(_refuse_at(seam, refuse) for seam in _SEAMS):
         # Nothing left to hook, and an exception would only be logged and the chain served.
-        sys.exit(message)
+        sys.exit(str(refusal))
 
 
 def _refuse_at(seam: str, refuse: Callable) -> bool:

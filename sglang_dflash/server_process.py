@@ -34,6 +34,22 @@ def server_environment(on_gpu: bool) -> dict[str, str]:
     return environment
 
 
+def cache_problem(environment: Mapping[str, str]) -> str | None:
+    """One line if torch could not write its compiler cache where SGLang puts it: importing SGLang would end in a bare
+    FileNotFoundError. None if it could. The directory is made, as SGLang would make it."""
+    base = environment.get("SGLANG_CACHE_DIR") or os.path.join("~", ".cache", "sglang")
+    folder = environment.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(os.path.expanduser(base), "inductor")
+    try:
+        os.makedirs(folder, exist_ok=True)
+        reason = None if os.access(folder, os.W_OK | os.X_OK) else "not writable"
+    except OSError as error:
+        reason = str(error)
+    return reason and (
+        f"cache directory: found {folder} ({reason}), want one that can be written; "
+        "set SGLANG_CACHE_DIR to a writable directory"
+    )
+
+
 def free_port() -> int:
     """A TCP port nobody listens on now."""
     with socket.socket() as s:

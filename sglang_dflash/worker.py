@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch import Tensor
 from sglang_dflash.accept import process_logits, sample_target_tokens
 from sglang_dflash.args import drafter_path
 from sglang_dflash.capture import start_capture
+from sglang_dflash.capture_tee import CaptureTee
 from sglang_dflash.commit import commit_recurrent_state, compact_hidden, compact_target_kv, kv_rows
 from sglang_dflash.config import TreeConfig
 from sglang_dflash.draft import TreeSampler, draft_forward_batch
@@ -65,6 +65,7 @@ class DDTreeWorker(DFlashWorkerV2):
     """
 
     _draft_sampler: TreeSampler | None
+    _capture: CaptureTee | None = None
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any):
         tree = TreeConfig.published()
@@ -81,8 +82,6 @@ class DDTreeWorker(DFlashWorkerV2):
             get_exec().deterministic.enable_deterministic_inference or torch.device(self.device).type == "cpu"
         )
         self._window_offsets = torch.arange(tree.width, device=self.device)
-        self._capture: Any = None  # (CaptureTee, FinalHidden | None) on a capturing server
-        self._prefill: Any = None  # the batch whose prefill is running there
         # Before the target's graphs are captured (scheduler.py: target graphs, then draft graphs).
         target_worker.model_runner._decode_cuda_graph_runner_cls = lambda: DDTreeCudaGraphRunner
 
@@ -116,11 +115,11 @@ class DDTreeWorker(DFlashWorkerV2):
     def _check_provenance(self) -> None:
         """Compare the drafter's training with this server, and start the capture tee if one was asked for."""
         view = resolving_view(self.server_args)
-        layer_ids = list(read_drafter_spec(drafter_path(view)).target_layer_ids)
-        server = of_server(self.model_runner, layer_ids)
-        check_provenance(drafter_path(view), server)
+        drafter = drafter_path(view)
+        server = of_server(self.model_runner, view, read_drafter_spec(drafter).target_layer_ids)
+        check_provenance(drafter, server)
         if get_parallel().tp_rank == 0:
-            self._capture = start_capture(view, self.model_runner.model, server.to_json(), layer_ids)
+            self._capture = start_capture(view, self.model_runner.model, server.to_json())
 
     def _check_graphs(self) -> None:
         """A captured width or batch that would fall back to eager is an error at start-up."""
@@ -155,7 +154,7 @@ class DDTreeWorker(DFlashWorkerV2):
         """Prefill and idle rounds are upstream's; a decode step is ours."""
         prefill = batch.forward_mode.is_extend() or batch.is_extend_in_batch
         if prefill or batch.forward_mode.is_idle():
-            with self._capturing(batch):
+            with nullcontext() if self._capture is None else self._capture.prefill(batch):
                 return super().forward_batch_generation(batch, on_publish, grammar_barrier, pp_proxy_tensors)
         step = self._open_step(batch)
         tree = self._draft(step)
@@ -166,27 +165,9 @@ class DDTreeWorker(DFlashWorkerV2):
         accepted, target_tokens = self._accept(step, tree, verify_input, output, grammar_tree, grammar_barrier)
         return self._commit(step, output, accepted, target_tokens, on_publish)
 
-    @contextmanager
-    def _capturing(self, batch: Any) -> Iterator[None]:
-        """Tee a prefill's features where the drafter gets them (`_append_target_hidden_to_draft_kv_by_loc`)."""
-        if self._capture is None:
-            yield
-            return
-        self._prefill = batch
-        final = self._capture[1]
-        if final is not None:
-            final.armed = True
-        try:
-            yield
-        finally:
-            self._prefill = None
-            if final is not None:
-                final.armed, final.value = False, None
-
     def _append_target_hidden_to_draft_kv_by_loc(self, *, target_hidden: Tensor, **kwargs: Any) -> None:
-        if self._prefill is not None:
-            tee, final = self._capture
-            tee.take(self._prefill, target_hidden, None if final is None else final.value)
+        if self._capture is not None:
+            self._capture.take(target_hidden)
         super()._append_target_hidden_to_draft_kv_by_loc(target_hidden=target_hidden, **kwargs)
 
     def _open_step(self, batch: Any) -> Step:

@@ -1,8 +1,25 @@
-"""Checks of one verify step inside a test server, GPU or not: run it again with another tree, compare logits."""
+"""Inside a test server, GPU or not: its settings, and one verify step run again with another tree to compare logits."""
 
 import dataclasses
+import json
+import os
 
 import torch
+
+
+class Control:
+    """The settings of a running test server: the values of a JSON file, read again whenever it changes."""
+
+    def __init__(self, path):
+        self.path, self.stamp, self.values = path, None, {}
+
+    def __getitem__(self, key):
+        stamp = os.stat(self.path).st_mtime_ns
+        if stamp != self.stamp:
+            with open(self.path) as file:
+                self.values = json.load(file)
+            self.stamp = stamp
+        return self.values.get(key)
 
 
 def repeatable(worker, step, verify_tree):

@@ -82,8 +82,13 @@ def flex_mask(layout: Layout, window: int | None = None) -> BlockMask:
 
 
 def make_masks(layout: Layout, layer_types: tuple[str, ...], window: int | None) -> dict[str, Mask]:
-    """The mask of each kind of layer in ``layer_types``: flex on CUDA, dense elsewhere."""
-    make: Callable[[Layout, int | None], Mask] = flex_mask if layout.anchors.is_cuda else dense_mask
+    """The mask of each kind of layer in ``layer_types``: flex where a GPU trains, dense elsewhere.
+
+    FlexAttention is compiled for every shape it meets. A training run has one; evaluation (no gradients) has as many as
+    texts, and its masks are small.
+    """
+    flex = layout.anchors.is_cuda and torch.is_grad_enabled()
+    make: Callable[[Layout, int | None], Mask] = flex_mask if flex else dense_mask
     return {kind: make(layout, window if kind == "sliding_attention" else None) for kind in dict.fromkeys(layer_types)}
 
 
@@ -101,7 +106,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
 
 @functools.cache
 def _compiled_flex() -> Callable[..., Any]:
-    return torch.compile(flex_attention, dynamic=False)
+    # A whole graph: past dynamo's limit of recompilations it fails, where a broken one would run on unfused in silence.
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
 @functools.cache

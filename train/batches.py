@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,19 +24,6 @@ class Batch:
     loss_mask: Tensor  # [b, S] bool
     documents: Tensor  # [b, S] int64, -1: padding
     final: Tensor | None  # [b, S, H]
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        """``function`` of every tensor."""
-        return Batch(
-            function(self.features),
-            function(self.token_ids),
-            function(self.loss_mask),
-            function(self.documents),
-            None if self.final is None else function(self.final),
-        )
-
-    def to(self, device: torch.device | str) -> Batch:
-        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def pack(lengths: Sequence[int], order: Sequence[int], row_length: int, rows: int) -> list[list[list[int]]]:

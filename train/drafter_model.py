@@ -10,14 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from sglang_dflash.drafter_config import DrafterSpec, spec_from_dir
-from sglang_dflash.drafter_tensors import check_tensors, expected_shapes
 
 from .attention import Mask, attend
+from .drafter_weights import read_weights
 from .errors import TrainError
 
 
@@ -164,19 +163,9 @@ class Drafter(nn.Module):
 
     @torch.no_grad()
     def load(self, path: str | Path) -> Drafter:
-        """Strictly load a checkpoint of this very shape. Raises DrafterError."""
-        spec = spec_from_dir(Path(path))
-        check_tensors(spec)
-        weights: dict[str, Tensor] = {}
-        for file in sorted(Path(path).glob("*.safetensors")):
-            weights |= load_file(file)
-        wanted = expected_shapes(self.spec)
-        for name, parameter in self.named_parameters():
-            found = weights.get(name)
-            if found is None or tuple(found.shape) != wanted[name]:
-                shape = None if found is None else list(found.shape)
-                raise TrainError(f"{path}: {name}: found {shape}, want {list(wanted[name])}; give one of this shape.")
-            parameter.copy_(found)
+        """Strictly load a checkpoint of this very drafter (`drafter_weights.read_weights`). Raises its errors."""
+        for name, tensor in read_weights(path, self.spec).items():
+            self.get_parameter(name).copy_(tensor)
         return self
 
     @classmethod

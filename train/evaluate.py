@@ -90,7 +90,8 @@ def evaluate(
         tokens=max(len(p.token_ids) for p in prompts) + max_tokens,
         extra=server_flags or {},
     )
-    runs, offline = [], []
+    runs: list[dict[str, Any]] = []
+    offline: list[dict[str, Any]] = []
     reference: ServedRun | None = None
 
     def serve(mode: Mode, drafter: Path | None, capture_for: DrafterSpec | None) -> list[Captured]:
@@ -187,7 +188,7 @@ def replay_report(drafter: Path, target: Path, texts: Sequence[Captured], budget
 
 
 def offline_figures(replays: Sequence[Replay], budgets: Sequence[int]) -> dict[str, Any]:
-    """Pooled: decode tau (the walk a server takes), teacher-forced tau (every position alike), accuracy of each slot."""
+    """Pooled: decode tau (a server's walk), teacher-forced tau (every position alike), accuracy of each slot."""
     keys = [CHAIN, *map(str, budgets)]
     if not replays:
         return {"decode_tau": {}, "teacher_forced_tau": {}, "top8_streak": None, "accuracy": []}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,9 @@ def export(run: str | Path, out: str | Path, *, dtype: torch.dtype = torch.bfloa
     if not saved:
         raise TrainError(f"{run}: found no checkpoint, want one; let fit reach its first save.")
     weights = {name: torch.empty(shape) for name, shape in expected_shapes(spec).items()}
-    dcp.load({"model": weights}, checkpoint_id=str(saved[-1]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that one process reads alone is meant so
+        dcp.load({"model": weights}, checkpoint_id=str(saved[-1]), no_dist=True)
     facts = target_facts(about["target"])
     provenance = dict(about["fingerprint"])
     result = write_drafter(out, spec, weights, facts.vocab_size, provenance, dtype)

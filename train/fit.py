@@ -27,6 +27,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
 from sglang_dflash.drafter_config import DrafterSpec
+from sglang_dflash.provenance import hash_weights
 
 from .batches import Batch, Batches, check_mask_token
 from .checkpoint import checkpoints, load_checkpoint, read_state, save_checkpoint
@@ -61,6 +62,7 @@ class Fit:
         self.device = _start_ranks()
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.dataset: Source = Dataset(*data) if isinstance(data, (list, tuple)) else cast(Source, data)
+        _check_target(self.dataset.fingerprint, Path(target))
         self.spec = drafter_spec(recipe, target, self.dataset.layer_ids, self.dataset.feature_width)
         self.batches = Batches(
             self.dataset,
@@ -304,9 +306,26 @@ def _shard(drafter: Drafter, device: torch.device, dtype: torch.dtype) -> Any:
     """FSDP2 over all ranks, a layer at a time: masters and gradients in fp32, compute in ``dtype``."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    # A layer's inputs are in `dtype` already, except the rotary tables, which must not be rounded.
+    inner = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in drafter.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=inner)
     return fully_shard(drafter, mesh=mesh, mp_policy=policy)
+
+
+def _check_target(fingerprint: dict[str, Any], target: Path) -> None:
+    """Features of one model and the head of another do not belong together, and nothing else would show it.
+
+    A quantised target is captured from other bytes than its head is read from, so its weights cannot be compared.
+    """
+    if fingerprint.get("quantization") != "none" or not target.is_dir():
+        return
+    found, want = hash_weights(target), fingerprint.get("target_weights")
+    if found != want:
+        raise TrainError(
+            f"{target}: weights: found hash {found}, want {want} as of the target that the data was captured from; "
+            "train with that target, or capture again."
+        )
 
 
 def _difference(have: Any, want: Any) -> str:

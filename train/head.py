@@ -2,9 +2,12 @@
 
 512 anchors x 16 slots x 248,320 tokens are 8 GB of fp32 logits a sample, so no ``[positions, vocabulary]`` tensor is
 ever whole. The head is frozen, so the gradient of a position's cross-entropy in its hidden state is the same whatever
-the loss does with it: it is computed beside the forward and scaled later, and no product is computed twice. torch 2.13
-keeps a ``linear_cross_entropy`` and Liger a fused kernel; neither yields the label's rank in the same pass, which every
-metric here needs, and the first is not in torch 2.11.
+the loss does with it: it is computed beside the forward and scaled later, and no product is computed twice.
+
+Why not a kept one: the losses weigh each position by what its cross-entropy turned out to be, and every metric needs
+the label's rank from the same logits. torch's ``linear_cross_entropy`` (new in torch 2.13; older ones train too) and
+Liger's fused kernel (GPU only; projects again in backward for ``reduction="none"``) return no rank, so either costs
+another projection.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ class HeadOutput:
     """What the head says of each position."""
 
     cross_entropy: Tensor  # [P] fp32, differentiable in the hidden states
-    rank: Tensor  # [P] int32: how many tokens score above the label; 0 = the argmax, below 8 = in the top 8
+    rank: Tensor  # [P] int32: how many tokens are drafted before the label; 0 = the argmax, below 8 = in the top 8
 
 
 class _FrozenHead(torch.autograd.Function):
@@ -32,6 +35,7 @@ class _FrozenHead(torch.autograd.Function):
         positions = hidden.shape[0]
         cross_entropy = torch.empty(positions, dtype=torch.float32, device=hidden.device)
         rank = torch.empty(positions, dtype=torch.int32, device=hidden.device)
+        tokens = torch.arange(weight.shape[0], device=hidden.device)
         wants_grad = ctx.needs_input_grad[0]
         gradient = torch.empty_like(hidden) if wants_grad else None
         for start in range(0, positions, chunk):
@@ -39,7 +43,9 @@ class _FrozenHead(torch.autograd.Function):
             logits = (hidden[part] @ weight.T).float()
             label = labels[part].unsqueeze(1)
             score = logits.gather(1, label)
-            rank[part] = (logits > score).sum(dim=1, dtype=torch.int32)
+            # bf16 logits tie often; the lower id goes first, as in argmax.
+            tied_before = ((logits == score) & (tokens < label)).sum(dim=1, dtype=torch.int32)
+            rank[part] = (logits > score).sum(dim=1, dtype=torch.int32) + tied_before
             log_norm = logits.logsumexp(dim=1, keepdim=True)
             cross_entropy[part] = (log_norm - score).squeeze(1)
             if gradient is not None:
@@ -59,7 +65,8 @@ class _FrozenHead(torch.autograd.Function):
 def head_loss(hidden: Tensor, lm_head: Tensor, labels: Tensor, chunk: int | None = None) -> HeadOutput:
     """Cross-entropy and rank of ``labels [P]`` under ``hidden [P, H] @ lm_head[V, H].T``, in chunks of positions.
 
-    Logits are taken in the head's dtype and reduced in fp32. The default chunk holds about 1 GiB of logits.
+    Logits are taken in the head's dtype, as the server takes them, and reduced in fp32. The default chunk holds about
+    1 GiB of logits; what is kept for backward is one gradient of the size of ``hidden``.
     """
     chunk = chunk or max(64, _CHUNK_CELLS // lm_head.shape[0])
     # Outside of autocast's reach: the dtypes here are chosen.

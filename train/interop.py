@@ -1,12 +1,13 @@
 """Other people's DFlash checkpoints, read into ours: z-lab's layout and speculators'.
 
-speculators counts layer ids one higher (id 0 is the embedding), nests the shapes in ``transformer_layer_config`` and
-may store parts of the target beside the drafter's own tensors. What comes out is z-lab's format, which this plugin and
-stock SGLang serve.
+speculators (`DFlashSpeculatorConfig`) counts layer ids one higher (id 0 is the embedding's output), nests the shapes
+in ``transformer_layer_config``, of which it writes only what differs from the class's defaults, and may store parts of
+the target beside the drafter's own tensors. What comes out is z-lab's format, which this plugin and stock SGLang serve.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,15 @@ from torch import Tensor
 
 from sglang_dflash.drafter import target_facts
 from sglang_dflash.drafter_config import DrafterSpec, check_against_target, read_json, spec_from_dir
-from sglang_dflash.drafter_tensors import check_tensors, expected_shapes
+from sglang_dflash.drafter_tensors import expected_shapes, read_headers
+from sglang_dflash.provenance import read_provenance
 
+from .drafter_weights import read_weights
 from .errors import TrainError
 from .export import write_drafter
 
 _BORROWED = ("embed_tokens.", "lm_head.", "verifier_norm.", "verifier_lm_head.", "t2d", "d2t")
+_REMEDY = "DFLASH serving has no such mode: train without it."
 
 
 def is_speculators(path: str | Path) -> bool:
@@ -30,84 +34,114 @@ def is_speculators(path: str | Path) -> bool:
 
 
 def import_drafter(path: str | Path, target: str | Path, out: str | Path) -> Path:
-    """Write the checkpoint at ``path`` as a z-lab drafter for ``target``. Raises TrainError or DrafterError."""
-    facts = target_facts(target)
-    if is_speculators(path):
-        spec, weights = _speculators(Path(path), facts.num_hidden_layers)
-    else:
-        spec = spec_from_dir(Path(path))
-        check_tensors(spec)
-        weights = {name.removeprefix("model."): t for name, t in read_tensors(Path(path)).items()}
+    """Write the checkpoint at ``path`` as a z-lab drafter for ``target``, in the checkpoint's own dtype.
+
+    Provenance goes along where there is one. Raises TrainError or DrafterError; ``out`` is then not there.
+    """
+    facts, root = target_facts(target), Path(path)
+    theirs = is_speculators(root)
+    spec = speculators_spec(root, facts.num_hidden_layers) if theirs else spec_from_dir(root)
     check_against_target(spec, facts)
-    dtype = next(iter(weights.values())).dtype
-    return write_drafter(out, spec, weights, facts.vocab_size, dtype=dtype)
+    weights = _speculators_tensors(root, spec) if theirs else read_weights(root)
+    fingerprint = read_provenance(root)
+    return write_drafter(
+        out,
+        spec,
+        weights,
+        facts.vocab_size,
+        fingerprint.to_json() if fingerprint else None,
+        dtype=weights["fc.weight"].dtype,
+    )
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of all safetensors files of a directory."""
-    tensors: dict[str, Tensor] = {}
-    for file in sorted(path.glob("*.safetensors")):
-        with safe_open(str(file), framework="pt") as opened:
-            tensors |= {name: opened.get_tensor(name) for name in list(opened.keys())}
-    if not tensors:
-        raise TrainError(f"{path}: found no *.safetensors, want the drafter's weights; download the whole checkpoint.")
-    return tensors
+def _speculators_tensors(root: Path, spec: DrafterSpec) -> dict[str, Tensor]:
+    """The drafter's own tensors, strictly. Raises TrainError or DrafterError."""
+    wanted = expected_shapes(spec)
+    weights: dict[str, Tensor] = {}
+    for name, header in read_headers(root).items():
+        if not name.startswith(_BORROWED):
+            with safe_open(str(header.file), framework="pt") as opened:
+                weights[name] = opened.get_tensor(header.name)
+    for name in sorted(set(weights) | set(wanted)):
+        found = list(weights[name].shape) if name in weights else "no such tensor"
+        want = list(wanted[name]) if name in wanted else "no such tensor in a DFlash drafter"
+        if found != want:
+            raise TrainError(f"{root}: {name}: found {found}, want {want}; config.json and tensors must be one's.")
+    return weights
 
 
-def _speculators(path: Path, num_target_layers: int) -> tuple[DrafterSpec, dict[str, Tensor]]:
+def speculators_spec(path: Path, num_target_layers: int) -> DrafterSpec:
+    """What a speculators config.json describes. Raises TrainError for anything that DFLASH serving would not run."""
     file = path / "config.json"
     config = read_json(file, "give a drafter's directory")
     if (kind := config.get("speculators_model_type")) != "dflash":
         raise TrainError(f"{file}: speculators_model_type: found {kind!r}, want 'dflash'; give a DFlash checkpoint.")
-    shape = config["transformer_layer_config"]
-    draft_vocab, vocab = config.get("draft_vocab_size"), shape["vocab_size"]
-    if draft_vocab not in (None, vocab):
-        raise TrainError(
-            f"{file}: draft_vocab_size: found {draft_vocab}, want {vocab}; a reduced draft vocabulary is not served."
-        )
-    # Both change what a slot means or sees, which a server would not know.
-    for key in ("sample_from_anchor", "sliding_window_non_causal"):
+    if (projector := config.get("projector_type") or "dflash") != "dflash":
+        raise TrainError(f"{file}: projector_type: found {projector!r}, want 'dflash'; {_REMEDY}")
+    for key in ("sample_from_anchor", "shift_label"):
         if config.get(key):
-            raise TrainError(
-                f"{file}: {key}: found true, want false: DFLASH serving has no such mode; train without it."
-            )
-    ids = _layer_ids(config, file)
-    layers = int(shape["num_hidden_layers"])
-    spec = DrafterSpec(
+            raise TrainError(f"{file}: {key}: found true, want false; {_REMEDY}")
+    shape = _layer_config(config, file)
+    if (draft_vocab := config.get("draft_vocab_size")) not in (None, shape.vocab_size):
+        raise TrainError(
+            f"{file}: draft_vocab_size: found {draft_vocab}, want {shape.vocab_size}, the whole vocabulary; {_REMEDY}"
+        )
+    if (width := config.get("target_hidden_size")) not in (None, shape.hidden_size):
+        raise TrainError(f"{file}: target_hidden_size: found {width}, want {shape.hidden_size}; {_REMEDY}")
+    layer_types = tuple(getattr(shape, "layer_types", None) or ("full_attention",) * shape.num_hidden_layers)
+    sliding = "sliding_attention" in layer_types
+    # Left out, readers disagree: speculators trains causal, vLLM serves bidirectional.
+    if sliding and (mode := config.get("sliding_window_non_causal")) is not False:
+        raise TrainError(
+            f"{file}: sliding_window_non_causal: found {json.dumps(mode)}, want false, as DFLASH serves sliding "
+            "layers; write false if it was trained so."
+        )
+    rope: dict[str, Any] = getattr(shape, "rope_parameters", None) or {}
+    if (rope_type := rope.get("rope_type", "default")) != "default":
+        raise TrainError(f"{file}: rope_type: found {rope_type!r}, want 'default'; the trainer rotates plainly only.")
+    return DrafterSpec(
         path=str(path),
         block_size=int(_need(config, "block_size", file)),
         mask_token_id=int(_need(config, "mask_token_id", file)),
-        target_layer_ids=ids,
-        num_layers=layers,
-        hidden_size=int(shape["hidden_size"]),
-        intermediate_size=int(shape["intermediate_size"]),
-        num_heads=int(shape["num_attention_heads"]),
-        num_kv_heads=int(shape["num_key_value_heads"]),
-        head_dim=int(shape["head_dim"]),
-        attention_bias=bool(shape.get("attention_bias", False)),
+        target_layer_ids=_layer_ids(config, file),
+        num_layers=shape.num_hidden_layers,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_heads=shape.num_attention_heads,
+        num_kv_heads=shape.num_key_value_heads,
+        head_dim=getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads,
+        attention_bias=bool(getattr(shape, "attention_bias", False)),
         attention_sink_bias=False,
         num_target_layers=num_target_layers,
-        max_position_embeddings=int(shape["max_position_embeddings"]),
-        rope_theta=float(shape.get("rope_theta") or (shape.get("rope_parameters") or {}).get("rope_theta") or 10000.0),
-        layer_types=tuple(shape.get("layer_types") or ("full_attention",) * layers),
-        sliding_window=shape.get("sliding_window"),
-        rms_norm_eps=float(shape.get("rms_norm_eps", 1e-6)),
+        max_position_embeddings=shape.max_position_embeddings,
+        # Partial rotary and M-RoPE keys are the target's: speculators rotates the whole head whatever they say.
+        rope_theta=float(rope.get("rope_theta") or shape.rope_theta),
+        layer_types=layer_types,
+        sliding_window=shape.sliding_window if sliding else None,
+        rms_norm_eps=float(shape.rms_norm_eps),
     )
-    weights = {name: t for name, t in read_tensors(path).items() if not name.startswith(_BORROWED)}
-    wanted = expected_shapes(spec)
-    unknown = sorted(set(weights) - set(wanted))
-    if unknown:
+
+
+def _layer_config(config: dict[str, Any], file: Path) -> Any:
+    """``transformer_layer_config`` with the defaults of its class, as speculators itself reads it."""
+    from transformers import AutoConfig
+
+    value = dict(_need(config, "transformer_layer_config", file))
+    kind = value.pop("model_type", "qwen3")
+    try:
+        return AutoConfig.for_model(kind, **value)
+    except Exception as e:  # a library's validation: its errors have no common base
+        why = " ".join(str(e).split())[:200]
         raise TrainError(
-            f"{path}: {unknown[0]}: found a tensor no DFlash drafter has ({len(unknown)} such), want none."
-        )
-    return spec, weights
+            f"{file}: transformer_layer_config: found {kind!r} ({why}), want layers that transformers knows."
+        ) from e
 
 
 def _layer_ids(config: dict[str, Any], file: Path) -> tuple[int, ...]:
     """Theirs minus one: they count the embedding as 0."""
     ids = _need(config, "aux_hidden_state_layer_ids", file)
     if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
-        raise TrainError(f"{file}: aux_hidden_state_layer_ids: found {ids!r}, want a list of integers.")
+        raise TrainError(f"{file}: aux_hidden_state_layer_ids: found {ids!r}, want a list of integers; write them.")
     return tuple(i - 1 for i in ids)
 
 

@@ -1,38 +1,38 @@
 """Online training: texts are captured when a batch needs them, through memory, and nothing is left on a disk.
 
-The server writes to a folder of a tmpfs and each file is removed as it is read. Back-pressure is the batch queue's: a
-batch is captured only when the trainer has taken one, so at most a few batches of features exist at a time.
+The server writes to a folder of a tmpfs and each file is removed as it is read. Back-pressure is the batch queue's, a
+batch being captured only when the trainer has taken one, and within a batch the spool's, in bytes.
 """
 
 from __future__ import annotations
 
-import json
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from .errors import TrainError
-from .prepare import read_answers
-from .server import Engine, capture_texts, capturing
+from .prepare import as_sample, read_answers, read_settings
 from .shards import Sample, check_sample
+from .spool import Spool, capturing
 
 
 class OnlineDataset:
     """Answers of ``prepare`` (token ids) whose features a running engine captures on demand. One rank, one engine."""
 
-    def __init__(self, answers: Mapping[str, Mapping[str, Any]], engine: Engine, folder: Path, *, thinking: str):
-        self._engine, self._folder = engine, folder
+    def __init__(self, answers: Mapping[str, Mapping[str, Any]], spool: Spool, *, thinking: str):
+        self._spool = spool
+        self._lock = threading.Lock()  # the engine's loop runs in one thread at a time
         self._names = [name for name, value in answers.items() if value["answer"]]
         if not self._names:
             raise TrainError("answers: found none with a token in it, want some; run prepare first.")
         self._texts = {name: answers[name]["prompt"] + answers[name]["answer"] for name in self._names}
         self._prompts = {name: len(answers[name]["prompt"]) for name in self._names}
         self.lengths = [len(self._texts[name]) for name in self._names]
-        (probe,) = self._capture([self._names[0]])
-        self.fingerprint: dict[str, Any] = self._fingerprint | {"thinking": thinking}
+        ((name, captured),) = spool.texts({self._names[0]: self._texts[self._names[0]]})
+        probe = self._sample(name, captured)
+        self.fingerprint: dict[str, Any] = captured.fingerprint | {"thinking": thinking}
         self.feature_width = probe.features.shape[1]
         self.has_final = probe.final is not None
 
@@ -48,19 +48,16 @@ class OnlineDataset:
 
     def fetch(self, indices: Sequence[int]) -> list[Sample]:
         """Capture several texts with one call to the engine, which batches them. Raises TrainError."""
-        return self._capture([self._names[i] for i in indices]) if indices else []
+        names = [self._names[i] for i in indices]
+        with self._lock:
+            texts = {name: self._texts[name] for name in names}
+            samples = {name: self._sample(name, captured) for name, captured in self._spool.texts(texts)}
+        return [samples[name] for name in names]
 
-    def _capture(self, names: Sequence[str]) -> list[Sample]:
-        captured = capture_texts(self._engine, self._folder, {name: self._texts[name] for name in names})
-        samples = []
-        for name in names:
-            tensors, token_ids = captured[name].tensors, captured[name].tensors["token_ids"]
-            mask = torch.arange(len(token_ids)) >= self._prompts[name]
-            sample = Sample(name, token_ids, mask, tensors["features"], tensors.get("final"))
-            check_sample(sample)
-            samples.append(sample)
-        self._fingerprint = captured[names[0]].fingerprint
-        return samples
+    def _sample(self, name: str, captured: Any) -> Sample:
+        sample = as_sample(name, captured, self._prompts[name])
+        check_sample(sample)
+        return sample
 
 
 @contextmanager
@@ -74,13 +71,25 @@ def online(
     final: bool = False,
     extra: Mapping[str, Any] | None = None,
 ) -> Iterator[OnlineDataset]:
-    """The answers in ``data`` with an engine (or the server at ``url``) behind them, for as long as the run lasts."""
+    """The answers in ``data`` with an engine (or the server at ``url``) behind them, for as long as the run lasts.
+
+    Raises TrainError, also when there is no memory to capture through.
+    """
     answers = read_answers(data)
     if not answers:
         raise TrainError(f"{data}: found no answers, want some; run prepare first.")
-    thinking = "unknown"
-    if (settings := data / "prepare.json").exists():
-        thinking = "on" if json.loads(settings.read_text())["thinking"] else "off"
+    settings = read_settings(data)
+    thinking = "unknown" if settings is None else "on" if settings["thinking"] else "off"
     longest = max(len(a["prompt"]) + len(a["answer"]) for a in answers.values())
-    with capturing(target, layer_ids, longest, url=url, folder=folder, final=final, extra=extra) as (engine, spool):
-        yield OnlineDataset(answers, engine, spool, thinking=thinking)
+    with capturing(
+        target,
+        layer_ids,
+        longest,
+        label=f"online {data.resolve()}",
+        url=url,
+        folder=folder,
+        final=final,
+        extra=extra,
+        memory_only=True,
+    ) as spool:
+        yield OnlineDataset(answers, spool, thinking=thinking)

@@ -163,7 +163,7 @@ def pick_layers(states: Tensor, spec: DrafterSpec) -> Tensor:
 
 
 def compare(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[dict[str, float]]:
-    """Each layer over all tokens of all texts ``[L, S, H]``: mean cosine of a token's states, |difference| mean, max."""
+    """Each layer over all tokens of all texts ``[L, S, H]``: mean cosine of a token's states, mean and max |diff|."""
     a, b = torch.cat(list(ours), dim=1), torch.cat(list(theirs), dim=1)
     if a.shape != b.shape:
         raise TrainError(f"parity: found states {list(b.shape)}, want {list(a.shape)} as the server's; report this.")

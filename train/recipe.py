@@ -9,7 +9,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sglang_dflash.drafter import target_facts
-from sglang_dflash.drafter_config import DrafterSpec, read_json
+from sglang_dflash.drafter_config import DrafterSpec, check_layer_range, read_json
 
 from .errors import TrainError
 from .losses import gamma_for
@@ -31,6 +31,7 @@ class DrafterShape(Strict):
     intermediate: int = Field(17408, ge=1)
     block_size: int = Field(16, ge=2, le=32)
     mask_token_id: int = Field(ge=0)
+    target_layer_ids: tuple[int, ...] | None = None  # those the data was captured at; given here, they must be these
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
     sliding_window: int | None = Field(None, ge=1)
     rope_theta: float | None = Field(None, gt=0)  # the target's
@@ -85,6 +86,12 @@ def parse_recipe(value: Any, where: str | Path) -> Recipe:
 def drafter_spec(recipe: Recipe, target: str | Path, layer_ids: tuple[int, ...], feature_width: int) -> DrafterSpec:
     """The drafter that ``recipe`` makes for ``target``. Raises TrainError where data, recipe and target disagree."""
     facts, shape = target_facts(target), recipe.drafter
+    if shape.target_layer_ids not in (None, layer_ids):
+        raise TrainError(
+            f"data: layer ids: found {list(layer_ids)}, want {list(shape.target_layer_ids or ())} as in the recipe; "
+            "capture with these, or correct drafter.target_layer_ids."
+        )
+    check_layer_range(Path("data"), layer_ids, facts.num_hidden_layers)
     if feature_width != len(layer_ids) * facts.hidden_size:
         raise TrainError(
             f"data: features: found {feature_width} wide, want {len(layer_ids) * facts.hidden_size} "
@@ -94,6 +101,10 @@ def drafter_spec(recipe: Recipe, target: str | Path, layer_ids: tuple[int, ...],
         raise TrainError(
             f"drafter.mask_token_id: found {shape.mask_token_id}, want below {facts.vocab_size}, the target's size; "
             "choose a token that no text has."
+        )
+    if shape.heads % shape.kv_heads:
+        raise TrainError(
+            f"drafter.kv_heads: found {shape.kv_heads}, want a divisor of heads, {shape.heads}; correct the recipe."
         )
     if shape.layer_types is not None and len(shape.layer_types) != shape.layers:
         raise TrainError(

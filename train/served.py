@@ -259,8 +259,9 @@ class Client:
         error = file.with_suffix(".error")
         deadline = time.monotonic() + _CAPTURE_S
         while not file.exists():
-            if error.exists() and (reason := error.read_text().strip()):
-                raise TrainError(f"{reason}; log {self._log}.")
+            if error.exists():
+                time.sleep(0.1)  # it may be half written
+                raise TrainError(f"{error.read_text().strip() or 'capture failed'}; log {self._log}.")
             if time.monotonic() > deadline:
                 raise TrainError(f"{file}: found nothing after {_CAPTURE_S:.0f} s, want a capture; log {self._log}.")
             time.sleep(0.02)

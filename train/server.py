@@ -1,132 +1,226 @@
-"""The target as the trainer's data source: an SGLang engine in this process, or a running server with a shared folder.
+"""The target as the trainer's data source: an SGLang engine in this process, or a running server.
 
-Either answers prompts, and captures finished texts through the serving worker's own tee (`sglang_dflash.capture`).
+Either answers many requests at once and hands the answers out as they come; `spool` captures through them.
 """
 
 from __future__ import annotations
 
-import json
+import asyncio
+import logging
 import os
-import shutil
-import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Protocol
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
+import psutil  # type: ignore[import-untyped]
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
-from torch import Tensor
 
-from sglang_dflash import capture
-from sglang_dflash.drafter import target_facts
-from sglang_dflash.drafter_config import DrafterSpec
-
-from .drafter_model import Drafter
 from .errors import TrainError
-from .export import write_drafter
 
-_WAIT_S = 120.0
-
-
-class Engine(Protocol):
-    """What both sources can do."""
-
-    def generate(self, prompts: Sequence[list[int]], sampling: dict[str, Any], rids: list[str]) -> list[list[int]]:
-        """The continuation of each prompt, in order."""
+_ALIVE_S = 1.0  # how often a waiting engine's processes are looked at
 
 
-class Captured:
-    """What one capture brought: tensors as `sglang_dflash.capture` writes them, and the server's fingerprint."""
+@dataclass(frozen=True)
+class Request:
+    """Token ids to continue. ``weight`` counts against the limit of `Engine.stream`."""
 
-    def __init__(self, file: Path):
-        self.tensors: dict[str, Tensor] = load_file(file)
-        with safe_open(str(file), framework="pt") as opened:
-            self.fingerprint: dict[str, Any] = json.loads(opened.metadata()["fingerprint"])
-
-
-def capture_texts(engine: Engine, folder: Path, texts: Mapping[str, list[int]]) -> dict[str, Captured]:
-    """Prefill whole texts (token ids by id) and read what the server captured; its files are removed.
-
-    Raises TrainError with the server's own reason, or when nothing arrives.
-    """
-    rids = [f"{capture.PREFIX}{name}" for name in texts]
-    for rid in rids:
-        for suffix in (".safetensors", ".error"):
-            (folder / f"{capture.file_stem(rid)}{suffix}").unlink(missing_ok=True)
-    engine.generate(list(texts.values()), {"temperature": 0, "max_new_tokens": 1}, rids)
-    out = {}
-    for name, rid in zip(texts, rids, strict=True):
-        file = folder / f"{capture.file_stem(rid)}.safetensors"
-        _wait_for(file, name)
-        out[name] = Captured(file)
-        file.unlink()
-        if out[name].tensors["token_ids"].tolist() != list(texts[name]):
-            raise TrainError(f"capture of {name!r}: found other tokens than those sent, want the same; report this.")
-    return out
+    rid: str
+    tokens: list[int]
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    weight: int = 1
 
 
-def _wait_for(file: Path, name: str) -> None:
-    error, deadline = file.with_suffix(".error"), time.monotonic() + _WAIT_S
-    while not file.exists():
-        if error.exists() and (reason := error.read_text().strip()):
-            raise TrainError(f"{reason}.")
-        if time.monotonic() > deadline:
-            raise TrainError(
-                f"capture of {name!r}: found nothing in {file.parent} after {_WAIT_S:.0f} s, want {file.name}; is "
-                f"that the server's {capture.FOLDER}?"
-            )
-        time.sleep(0.01)
+class Engine:
+    """What every source can do."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self._loop = loop
+
+    async def _one(self, request: Request) -> list[int]:
+        """The continuation of one request. Raises TrainError."""
+        raise NotImplementedError
+
+    def check_alive(self) -> None:
+        """Raise TrainError when no answer can come any more."""
+
+    def close(self) -> None:
+        """Free what the engine holds."""
+
+    def stream(self, requests: Iterable[Request], limit: int) -> Iterator[tuple[Request, list[int]]]:
+        """Answers as they come, in no order. Raises TrainError.
+
+        At most ``limit`` of weight is under way, but always one request. An answer weighs until the next is asked for:
+        whoever is slow to use them slows the engine down, and no more than ``limit`` ever piles up.
+        """
+        todo = iter(requests)
+        upcoming = next(todo, None)
+        pending: dict[asyncio.Task[list[int]], Request] = {}
+        ready: deque[asyncio.Task[list[int]]] = deque()
+        weight = 0
+        try:
+            while upcoming is not None or pending:
+                while upcoming is not None and (not pending or weight + upcoming.weight <= limit):
+                    pending[self._loop.create_task(self._one(upcoming))] = upcoming
+                    weight += upcoming.weight
+                    upcoming = next(todo, None)
+                # Also with an answer at hand: the requests just made must be sent.
+                ready += self._loop.run_until_complete(self._wait(set(pending) - set(ready), bool(ready)))
+                task = ready.popleft()
+                request = pending[task]
+                yield request, task.result()
+                del pending[task]
+                weight -= request.weight
+        finally:
+            for task in pending:
+                task.cancel()
+            if pending:
+                with suppress(RuntimeError):  # the loop is closed: nothing runs any more
+                    self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+
+    async def _wait(self, tasks: set[asyncio.Task[list[int]]], have_one: bool) -> Iterable[asyncio.Task[list[int]]]:
+        if have_one:
+            return (await asyncio.wait(tasks, timeout=0.001))[0] if tasks else ()
+        while True:
+            done, _ = await asyncio.wait(tasks, timeout=_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
+            if done:
+                return done
+            self.check_alive()
 
 
-class RemoteEngine:
+class RemoteEngine(Engine):
     """A server's URL."""
 
-    def __init__(self, url: str, at_once: int = 16):
-        self._http = httpx.Client(base_url=url, timeout=1800, limits=httpx.Limits(max_connections=at_once))
-        self._pool = ThreadPoolExecutor(at_once)
-
-    def generate(self, prompts: Sequence[list[int]], sampling: dict[str, Any], rids: list[str]) -> list[list[int]]:
-        return list(self._pool.map(lambda job: self._one(job[0], sampling, job[1]), zip(prompts, rids, strict=True)))
-
-    def _one(self, ids: list[int], sampling: dict[str, Any], rid: str) -> list[int]:
-        body = {"input_ids": ids, "sampling_params": sampling, "rid": rid}
+    def __init__(self, url: str):
+        super().__init__(asyncio.new_event_loop())
         try:
-            response = self._http.post("/generate", json=body)
-        except httpx.TransportError as e:
-            raise TrainError(
-                f"{self._http.base_url}: found no answer ({type(e).__name__}), want a server there."
-            ) from e
+            self._http = httpx.AsyncClient(
+                base_url=url, timeout=httpx.Timeout(None, connect=30), limits=httpx.Limits(max_connections=None)
+            )
+        except (httpx.InvalidURL, TypeError) as e:
+            raise TrainError(f"--url: found {url!r} ({e}), want a server's, as http://127.0.0.1:30000.") from e
+        self._url = url
+
+    async def _one(self, request: Request) -> list[int]:
+        body = {"input_ids": request.tokens, "sampling_params": dict(request.sampling), "rid": request.rid}
+        try:
+            response = await self._http.post("/generate", json=body)
+        except (httpx.TransportError, httpx.UnsupportedProtocol) as e:
+            raise TrainError(f"{self._url}: found no answer ({type(e).__name__}), want a server there.") from e
         if response.status_code != 200:
             said = " ".join(response.text.split())[:300]
-            raise TrainError(f"{self._http.base_url}/generate: found status {response.status_code}, want 200: {said}")
-        return list(response.json()["output_ids"])
+            raise TrainError(f"{self._url}/generate: found status {response.status_code}, want 200: {said}")
+        return _output_ids(request, response.json())
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self._http.close()
+        with suppress(RuntimeError):
+            self._loop.run_until_complete(self._http.aclose())
+        self._loop.close()
 
 
-class InProcessEngine:
-    """``sglang.Engine`` with the settings that capture needs. Its processes end with ours, however that ends."""
+class InProcessEngine(Engine):
+    """``sglang.Engine``, whose processes end with `close` and with this process, however that ends.
 
-    def __init__(self, settings: dict[str, Any], environment: Mapping[str, str]):
-        # Read by SGLang's processes and, for the platform, at import.
-        os.environ.update(environment)
-        import sglang
+    Like ``sglang.Engine.shutdown``, `close` ends all child processes of this one.
+    """
 
-        self._engine = sglang.Engine(**settings)
+    def __init__(self, settings: Mapping[str, Any], environment: Mapping[str, str]):
+        """Raises TrainError, or an error of this package's, when it does not start; nothing stays running then."""
+        os.environ.update(environment)  # read by SGLang at import and by its processes
+        self._main = threading.current_thread() is threading.main_thread()
+        self._handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGQUIT)}
+        try:
+            import sglang
 
-    def generate(self, prompts: Sequence[list[int]], sampling: dict[str, Any], rids: list[str]) -> list[list[int]]:
-        answers = self._engine.generate(input_ids=[list(p) for p in prompts], sampling_params=sampling, rid=rids)
-        return [list(answer["output_ids"]) for answer in answers]
+            # It reports a handler of ours as an error.
+            quiet = logging.getLogger("sglang.srt.entrypoints.engine")
+            quiet.addFilter(_no_handler_notice)
+            self._engine = sglang.Engine(**settings, custom_sigquit_handler=_ignore)
+            super().__init__(self._engine.loop)
+            self._engine.tokenizer_manager.auto_create_handle_loop()
+            self._take_signals()
+            self._pids = [psutil.Process(pid) for pid in self._engine.get_all_child_pids()]
+        except BaseException as e:
+            _end_children()
+            self._give_signals()
+            if not isinstance(e, Exception) or type(e).__module__.startswith("sglang_dflash."):
+                raise
+            why = " ".join(str(e).split())[:300]
+            raise TrainError(
+                f"engine of {settings.get('model_path')}: found {type(e).__name__} at its start ({why}), want it to "
+                "start; its own messages are above, --engine changes its settings."
+            ) from e
+
+    def _take_signals(self) -> None:
+        """SGLang answers SIGTERM by draining requests while its loop runs, and a failed child by killing this process
+        without a word. Here the first is the program's own affair, and the second ends in an error."""
+        if not self._main:
+            return
+        for number in self._handlers:
+            self._loop.remove_signal_handler(number)
+        signal.signal(signal.SIGTERM, self._handlers[signal.SIGTERM])
+        signal.signal(signal.SIGQUIT, _ignore)
+
+    def _give_signals(self) -> None:
+        if self._main:
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+
+    async def _one(self, request: Request) -> list[int]:
+        try:
+            answer = await self._engine.async_generate(
+                input_ids=request.tokens, sampling_params=dict(request.sampling), rid=request.rid
+            )
+        except Exception as e:  # what a server would answer with status 400
+            why = " ".join(str(getattr(e, "detail", None) or e).split())[:300]
+            raise TrainError(f"request {request.rid!r}: found it refused ({why}), want an answer.") from e
+        return _output_ids(request, answer)
+
+    def check_alive(self) -> None:
+        for process in self._pids:
+            with suppress(psutil.NoSuchProcess):
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                    continue
+            raise TrainError(
+                f"engine: found its process {process.pid} dead, want it to answer; its last messages are above; run "
+                "again to go on, with other --engine settings where memory ran out."
+            )
 
     def close(self) -> None:
-        self._engine.shutdown()
+        try:
+            self._engine.shutdown()
+        finally:
+            self._give_signals()
+
+
+def _output_ids(request: Request, answer: Mapping[str, Any]) -> list[int]:
+    """Raises TrainError where the server gave up on the request."""
+    reason = (answer.get("meta_info") or {}).get("finish_reason") or {}
+    if reason.get("type") == "abort":
+        why = " ".join(str(reason.get("message")).split())[:300]
+        raise TrainError(f"request {request.rid!r}: found it refused ({why}), want an answer.")
+    return list(answer["output_ids"])
+
+
+def _ignore(*_: object) -> None:
+    """For SIGQUIT, by which SGLang's processes report their end to their parent."""
+
+
+def _no_handler_notice(record: logging.LogRecord) -> bool:
+    return "custom SIGQUIT handler" not in record.getMessage()
+
+
+def _end_children() -> None:
+    """As ``sglang.Engine.shutdown`` does, for an engine that never came to be."""
+    children = psutil.Process().children(recursive=True)
+    for child in children:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    psutil.wait_procs(children, timeout=30)
 
 
 def engine_settings(target: str, length: int, extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,88 +249,11 @@ def engine_environment() -> dict[str, str]:
 
 @contextmanager
 def answering(target: str, length: int, url: str | None, extra: Mapping[str, Any]) -> Iterator[Engine]:
-    """An engine that decodes plainly."""
-    engine: Any = (
+    """An engine that decodes plainly, or the server at ``url``."""
+    engine: Engine = (
         RemoteEngine(url) if url else InProcessEngine(engine_settings(target, length, extra), engine_environment())
     )
     try:
         yield engine
     finally:
         engine.close()
-
-
-@contextmanager
-def capturing(
-    target: str,
-    layer_ids: tuple[int, ...],
-    length: int,
-    *,
-    url: str | None = None,
-    folder: Path | None = None,
-    final: bool = False,
-    extra: Mapping[str, Any] | None = None,
-) -> Iterator[tuple[Engine, Path]]:
-    """An engine that captures, and the folder it writes to: memory where the system has a tmpfs.
-
-    With ``url`` the server is somebody else's and ``folder`` is its ``SGLANG_DFLASH_CAPTURE``.
-    """
-    if url:
-        if folder is None or not folder.is_dir():
-            raise TrainError(
-                f"--capture-folder: found {folder}, want the folder that {url} was given as {capture.FOLDER}."
-            )
-        remote = RemoteEngine(url)
-        try:
-            yield remote, folder
-        finally:
-            remote.close()
-        return
-    memory = Path("/dev/shm")
-    spool = Path(tempfile.mkdtemp(prefix="sglang-dflash-capture-", dir=memory if os.access(memory, os.W_OK) else None))
-    engine: InProcessEngine | None = None
-    try:
-        drafter = write_bootstrap_drafter(spool / "drafter", target, layer_ids)
-        (spool / "captured").mkdir()
-        environment = engine_environment() | {capture.FOLDER: str(spool / "captured")}
-        settings: dict[str, Any] = {
-            "speculative_algorithm": "DFLASH",
-            "speculative_draft_model_path": str(drafter),
-        }
-        if final:
-            environment[capture.FINAL] = "1"
-            settings["disable_prefill_cuda_graph"] = True
-        engine = InProcessEngine(engine_settings(target, length, settings | dict(extra or {})), environment)
-        yield engine, spool / "captured"
-    finally:
-        if engine is not None:
-            engine.close()
-        for name in (capture.FOLDER, capture.FINAL):
-            os.environ.pop(name, None)
-        shutil.rmtree(spool, ignore_errors=True)
-
-
-def write_bootstrap_drafter(out: Path, target: str, layer_ids: tuple[int, ...]) -> Path:
-    """A one-layer random drafter that conditions on ``layer_ids``: it makes a server capture before one is trained."""
-    facts = target_facts(target)
-    spec = DrafterSpec(
-        path=str(out),
-        block_size=2,
-        mask_token_id=facts.vocab_size - 1,
-        target_layer_ids=layer_ids,
-        num_layers=1,
-        hidden_size=facts.hidden_size,
-        intermediate_size=64,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=64,
-        attention_bias=False,
-        attention_sink_bias=False,
-        num_target_layers=facts.num_hidden_layers,
-        max_position_embeddings=facts.context_len or 32768,
-        rope_theta=10000.0,
-        layer_types=None,
-        sliding_window=None,
-    )
-    weights = dict(Drafter(spec).initialise(0).state_dict())
-    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    return write_drafter(out, spec, weights, facts.vocab_size, dtype=dtype)

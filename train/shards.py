@@ -2,20 +2,21 @@
 
     DATA/fingerprint.json       what the features depend on (`sglang_dflash.provenance`)
     DATA/shard-00000.safetensors  token_ids [T] int32, loss_mask [T] bool, features [T, K*H], final [T, H] (optional)
-    DATA/manifest.jsonl         a line a shard: its samples (id, start, length), sizes and SHA-256
+    DATA/manifest.jsonl         a line a shard: its SHA-256 and size, layer ids, dtype, and its samples (id, start,
+                                length, token ids)
 
 A shard appears under its name only when it is whole, and counts only once its manifest line is on disk: whatever a kill
-leaves beside that is removed by the next writer and captured again. So nothing is lost, and nothing is there twice.
+leaves beside that is removed by the next writer and captured again. So nothing is lost, and nothing is there twice. A
+shard that was deleted is captured again, too.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from .disk import Lock, append, check_space, drop_half_line, sha256, sync, sync_folder, unwritable, write_atomically
 from .errors import TrainError
 
 MANIFEST, FINGERPRINT = "manifest.jsonl", "fingerprint.json"
@@ -40,50 +42,69 @@ class Sample:
     features: Tensor  # [S, K*H]
     final: Tensor | None = None  # [S, H], the last layer's output before the final norm
 
+    @property
+    def feature_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.features, self.final) if t is not None)
+
 
 class ShardWriter:
     """Adds samples to a data folder. Use as a context manager, or call `close`; `done` holds the ids that are safe."""
 
     def __init__(self, folder: str | Path, fingerprint: dict[str, Any], shard_bytes: int = SHARD_BYTES):
-        self.folder, self.shard_bytes = Path(folder), shard_bytes
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._check_fingerprint(fingerprint)
-        entries = read_manifest(self.folder)
-        self.done = {s["id"] for entry in entries for s in entry["samples"]}
-        self._next = 1 + max((int(entry["shard"][6:11]) for entry in entries), default=-1)
-        self._remove_strays({entry["shard"] for entry in entries})
+        """Raises TrainError for another writer, another fingerprint, or a shard that is not as it was written."""
+        self.folder, self.fingerprint, self.shard_bytes = Path(folder), fingerprint, shard_bytes
         self._held: list[Sample] = []
         self._held_bytes = 0
+        self._failed = False
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise unwritable(self.folder, e) from e
+        self._lock = Lock(self.folder, "writer")
+        try:
+            self._check_fingerprint()
+            entries = self._recover()
+        except BaseException:
+            self._lock.release()
+            raise
+        self.done = {s["id"] for entry in entries for s in entry["samples"]}
+        self._next = 1 + max((int(entry["shard"][6:11]) for entry in entries), default=-1)
 
-    def _check_fingerprint(self, fingerprint: dict[str, Any]) -> None:
+    def _check_fingerprint(self) -> None:
         file = self.folder / FINGERPRINT
         if file.exists():
-            have = json.loads(file.read_text())
-            for key in sorted(set(have) | set(fingerprint)):
-                if have.get(key) != fingerprint.get(key):
-                    raise TrainError(
-                        f"{file}: {key}: found {have.get(key)}, want {fingerprint.get(key)} as of the server that "
-                        "captures now; use a new folder: data of two servers must not be mixed."
-                    )
+            check_same(read_fingerprint(self.folder), self.fingerprint, file, "as of the server that captures now")
         else:
-            write_atomically(file, json.dumps(fingerprint, indent=1, sort_keys=True))
+            write_atomically(file, json.dumps(self.fingerprint, indent=1, sort_keys=True))
 
-    def _remove_strays(self, known: set[str]) -> None:
-        """Of a writer that was killed: parts, whole shards without a manifest line, and half a last line."""
+    def _recover(self) -> list[dict[str, Any]]:
+        """The entries that hold, after removing what a killed writer left: parts, whole shards without a manifest line,
+        half a last line. A shard that somebody deleted loses its line, so that it is captured again."""
+        drop_half_line(self.folder / MANIFEST)
+        found = list(read_manifest(self.folder))
+        entries = [entry for entry in found if (self.folder / entry["shard"]).exists()]
+        for entry in entries:
+            check_size(self.folder, entry)
+        if len(entries) < len(found):
+            lines = (json.dumps(e | {"samples": [_plain(s) for s in e["samples"]]}) + "\n" for e in entries)
+            write_atomically(self.folder / MANIFEST, "".join(lines))
+        known = {entry["shard"] for entry in entries}
         for file in [*self.folder.glob("shard-*.safetensors"), *self.folder.glob("*.part")]:
             if file.name not in known:
                 file.unlink()
-        manifest = self.folder / MANIFEST
-        if manifest.exists() and not (text := manifest.read_bytes()).endswith(b"\n") and text:
-            write_atomically(manifest, text[: text.rfind(b"\n") + 1].decode())
+        return entries
 
     def add(self, sample: Sample) -> None:
         """Hold a sample until a shard is full. Raises TrainError for one that must not be trained on."""
         check_sample(sample)
         if sample.id in self.done or any(sample.id == held.id for held in self._held):
             raise TrainError(f"sample {sample.id!r}: found it already captured, want each id once; rename it.")
+        if self._held and (found := _layout(sample)) != (want := _layout(self._held[0])):
+            raise TrainError(
+                f"sample {sample.id!r}: found {found}, want {want} as of {self._held[0].id!r}; capture all in one way."
+            )
         self._held.append(sample)
-        self._held_bytes += sum(t.numel() * t.element_size() for t in (sample.features, sample.final) if t is not None)
+        self._held_bytes += sample.feature_bytes
         if self._held_bytes >= self.shard_bytes:
             self.flush()
 
@@ -99,43 +120,52 @@ class ShardWriter:
         }
         if self._held[0].final is not None:
             tensors["final"] = torch.cat([s.final for s in self._held if s.final is not None])
-        lengths = [len(s.token_ids) for s in self._held]
-        starts = [sum(lengths[:i]) for i in range(len(lengths))]
-        check_space(self.folder, 2 * self._held_bytes)
-        part = self.folder / f"{name}.part"
+        file, part = self.folder / name, self.folder / f"{name}.part"
+        self._failed = True  # until it has not
+        check_space(self.folder, self._held_bytes + (self._held_bytes >> 4))
         try:
             save_file(tensors, part)
-            checksum = sha256(part)
-            _sync(part)
-            os.replace(part, self.folder / name)
+            checksum, size = sha256(part), part.stat().st_size
+            sync(part)
+            os.replace(part, file)
+            sync_folder(self.folder)
+            lengths = [len(s.token_ids) for s in self._held]
             entry = {
                 "shard": name,
                 "sha256": checksum,
+                "bytes": size,
+                "layer_ids": list(self.fingerprint["layer_ids"]),
+                "dtype": _dtype(tensors["features"]),
                 "samples": [
-                    {"id": s.id, "start": start, "length": length}
-                    for s, start, length in zip(self._held, starts, lengths, strict=True)
+                    {"id": s.id, "start": start, "length": length, "token_ids": s.token_ids.tolist()}
+                    for s, start, length in zip(self._held, accumulate(lengths, initial=0), lengths, strict=False)
                 ],
             }
-            with (self.folder / MANIFEST).open("a") as manifest:
-                manifest.write(json.dumps(entry) + "\n")
-                manifest.flush()
-                os.fsync(manifest.fileno())
+            append(self.folder / MANIFEST, json.dumps(entry) + "\n")
         except (OSError, SafetensorError) as e:
             part.unlink(missing_ok=True)
-            raise TrainError(
-                f"{part}: found {e}, want room for {self._held_bytes} bytes; free some and run again."
-            ) from e
+            raise unwritable(part, e) from e
+        except BaseException:
+            part.unlink(missing_ok=True)
+            file.unlink(missing_ok=True)
+            raise
+        self._failed = False
         self.done |= {s.id for s in self._held}
         self._next += 1
         self._held, self._held_bytes = [], 0
 
     def close(self) -> None:
-        self.flush()
+        """Write what is held, unless writing has failed before, and let others write."""
+        try:
+            if not self._failed:
+                self.flush()
+        finally:
+            self._lock.release()
 
     def __enter__(self) -> ShardWriter:
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -144,22 +174,18 @@ class Dataset:
 
     def __init__(self, *folders: str | Path):
         self._samples: list[tuple[Path, dict[str, Any]]] = []
-        self._checksums: dict[Path, str] = {}
+        self._entries: dict[Path, dict[str, Any]] = {}
         self._open: dict[Path, Any] = {}
         fingerprints = [(Path(folder), read_fingerprint(Path(folder))) for folder in folders]
         self.fingerprint = fingerprints[0][1]
         for folder, fingerprint in fingerprints[1:]:
-            for key in sorted(set(fingerprint) | set(self.fingerprint)):
-                if fingerprint.get(key) != self.fingerprint.get(key):
-                    raise TrainError(
-                        f"{folder / FINGERPRINT}: {key}: found {fingerprint.get(key)}, want "
-                        f"{self.fingerprint.get(key)} "
-                        f"as in {folders[0]}; capture both with one server."
-                    )
+            check_same(
+                fingerprint, self.fingerprint, folder / FINGERPRINT, f"as in {folders[0]}; capture both with one server"
+            )
         for folder, _ in fingerprints:
             for entry in read_manifest(folder):
                 file = folder / entry["shard"]
-                self._checksums[file] = entry["sha256"]
+                self._entries[file] = entry
                 self._samples += [(file, s) for s in entry["samples"]]
         if not self._samples:
             raise TrainError(f"{folders[0]}: found no samples, want at least one; run prepare first.")
@@ -181,8 +207,12 @@ class Dataset:
         file, where = self._samples[index]
         opened = self._opened(file)
         rows = slice(where["start"], where["start"] + where["length"])
-        names = set(opened.keys())
-        parts = {name: opened.get_slice(name)[rows] for name in names}
+        parts = {name: opened.get_slice(name)[rows] for name in set(opened.keys())}
+        if not torch.equal(parts["token_ids"], where["token_ids"]):
+            raise TrainError(
+                f"{file}: sample {where['id']!r}: found other token ids than in {MANIFEST}, want the same; delete the "
+                "shard and run prepare again."
+            )
         return Sample(where["id"], parts["token_ids"], parts["loss_mask"], parts["features"], parts.get("final"))
 
     def fetch(self, indices: Sequence[int]) -> list[Sample]:
@@ -198,17 +228,30 @@ class Dataset:
         return (self[i] for i in range(len(self)))
 
     def _opened(self, file: Path) -> Any:
-        """The shard, mapped; the first time its checksum is compared."""
+        """The shard, mapped; the first time, it is compared with what the manifest says of it."""
         if file not in self._open:
+            entry = self._entries[file]
             if not file.exists():
-                raise TrainError(f"{file}: found no such file, want the shard of the manifest; capture again.")
-            if (found := sha256(file)) != self._checksums[file]:
+                raise TrainError(f"{file}: found no such file, want the shard of the manifest; run prepare again.")
+            check_size(file.parent, entry)
+            if (found := sha256(file)) != entry["sha256"]:
                 raise TrainError(
-                    f"{file}: found SHA-256 {found[:16]}..., want {self._checksums[file][:16]}... as captured; the "
-                    "file is damaged or truncated: capture again."
+                    f"{file}: found SHA-256 {found[:16]}..., want {entry['sha256'][:16]}... as written; the file is "
+                    "damaged: delete it and run prepare again, which captures its samples again."
                 )
-            self._open[file] = safe_open(str(file), framework="pt").__enter__()
+            opened = safe_open(str(file), framework="pt").__enter__()
+            _check_shapes(file, opened, entry)
+            self._open[file] = opened
         return self._open[file]
+
+
+def check_same(have: dict[str, Any], want: dict[str, Any], where: str | Path, whose: str) -> None:
+    """Raise TrainError naming the first field in which two fingerprints differ: their data must not be mixed."""
+    for key in sorted(set(have) | set(want)):
+        if have.get(key) != want.get(key):
+            raise TrainError(
+                f"{where}: {key}: found {have.get(key)}, want {want.get(key)} {whose}; use a folder for each server."
+            )
 
 
 def check_sample(sample: Sample) -> None:
@@ -228,52 +271,75 @@ def check_sample(sample: Sample) -> None:
             )
 
 
-def read_manifest(folder: Path) -> list[dict[str, Any]]:
-    """The shards that count. A last line without its end was being written when the writer died."""
+def check_size(folder: Path, entry: dict[str, Any]) -> None:
+    """Raise TrainError for a shard that is shorter or longer than it was written."""
+    file = folder / entry["shard"]
+    if (found := file.stat().st_size) != entry["bytes"]:
+        raise TrainError(
+            f"{file}: found {found} bytes, want {entry['bytes']} as written; the file is truncated or damaged: delete "
+            "it and run prepare again, which captures its samples again."
+        )
+
+
+def _check_shapes(file: Path, opened: Any, entry: dict[str, Any]) -> None:
+    """As many rows in every tensor as the manifest's samples have tokens."""
+    want, names = sum(s["length"] for s in entry["samples"]), set(opened.keys())
+    for name in sorted(names | {"token_ids", "loss_mask", "features"}):
+        found = opened.get_slice(name).get_shape()[0] if name in names else None
+        if found != want:
+            raise TrainError(
+                f"{file}: {name}: found {found} rows, want {want} as in {MANIFEST}; delete the shard and run prepare "
+                "again."
+            )
+
+
+def _layout(sample: Sample) -> str:
+    final = "no final" if sample.final is None else f"final {_dtype(sample.final)} {sample.final.shape[1]} wide"
+    return f"features {_dtype(sample.features)} {sample.features.shape[1]} wide and {final}"
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _plain(sample: dict[str, Any]) -> dict[str, Any]:
+    return sample | {"token_ids": sample["token_ids"].tolist()}
+
+
+def read_manifest(folder: Path) -> Iterator[dict[str, Any]]:
+    """The shards that count, token ids as tensors [S] int32. A last line without its end was being written when the
+    writer died. Raises TrainError naming the line."""
     file = folder / MANIFEST
     if not file.exists():
-        return []
-    lines = file.read_text().split("\n")[:-1]
-    entries = []
-    for number, line in enumerate(lines, 1):
-        try:
-            entries.append(json.loads(line))
-        except ValueError as e:
-            raise TrainError(f"{file}:{number}: found no JSON ({e}), want a shard's line; capture again.") from e
-    return entries
+        return
+    with file.open() as opened:
+        for number, line in enumerate(opened, 1):
+            if not line.endswith("\n"):
+                return
+            try:
+                entry = json.loads(line)
+                good = isinstance(entry["bytes"], int) and isinstance(entry["sha256"], str)
+                good = good and Path(entry["shard"]).name == entry["shard"]
+                for sample in entry["samples"]:
+                    sample["token_ids"] = torch.tensor(sample["token_ids"], dtype=torch.int32)
+                    good = good and len(sample["token_ids"]) == sample["length"] and sample["start"] >= 0
+            except (ValueError, TypeError, KeyError) as e:
+                why = "no JSON" if isinstance(e, json.JSONDecodeError) else f"{type(e).__name__} {e}"
+                raise TrainError(
+                    f"{file}:{number}: found {why}, want a shard's line; delete it and capture again."
+                ) from e
+            if not good:
+                raise TrainError(f"{file}:{number}: found fields that disagree, want a shard's line; capture again.")
+            yield entry
 
 
 def read_fingerprint(folder: Path) -> dict[str, Any]:
+    """Raises TrainError unless ``folder`` has one."""
     file = folder / FINGERPRINT
     try:
         value: dict[str, Any] = json.loads(file.read_text())
     except (OSError, ValueError) as e:
         raise TrainError(f"{file}: found {type(e).__name__}, want captured data; run prepare first.") from e
+    if not isinstance(value, dict) or not isinstance(value.get("layer_ids"), list):
+        raise TrainError(f"{file}: found no layer_ids in it, want a server's fingerprint; capture again.")
     return value
-
-
-def check_space(folder: Path, wanted: int) -> None:
-    """Raise TrainError unless ``wanted`` bytes are free."""
-    free = shutil.disk_usage(folder).free
-    if free < wanted:
-        raise TrainError(f"{folder}: found {free >> 20} MiB free, want {wanted >> 20} MiB; free some and run again.")
-
-
-def sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def write_atomically(file: Path, text: str) -> None:
-    """``text`` or the old content, never half of it."""
-    part = file.with_name(f"{file.name}.part")
-    with part.open("w") as opened:
-        opened.write(text)
-        opened.flush()
-        os.fsync(opened.fileno())
-    os.replace(part, file)
-
-
-def _sync(file: Path) -> None:
-    with file.open("rb") as opened:
-        os.fsync(opened.fileno())

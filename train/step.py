@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,20 @@ class Drafts:
 
 
 def plan_drafts(batch: Batch, recipe: Recipe, generator: torch.Generator) -> Drafts:
-    """Sample the anchors of a batch (on its device) and lay out their blocks."""
+    """Sample the anchors of a batch and lay out their blocks, on the generator's device.
+
+    The features stay where they are until they are drafted from: of all of a step's batches they might not fit.
+    """
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor.to(generator.device, non_blocking=True)
+
+    batch = replace(
+        batch,
+        token_ids=move(batch.token_ids),
+        loss_mask=move(batch.loss_mask),
+        documents=move(batch.documents),
+    )
     anchors = sample_anchors(batch.loss_mask, batch.documents, recipe.anchors, generator)
     shape = recipe.drafter
     blocks = make_blocks(
@@ -46,7 +59,7 @@ def draft_hidden(model: nn.Module, drafter: Drafter, target: TargetWeights, draf
     layout = Layout(drafts.anchors, batch.documents, size)
     masks = make_masks(layout, drafter.layer_types, spec.sliding_window)
     hidden: Tensor = model(
-        batch.features,
+        batch.features.to(batch.documents.device, non_blocking=True),
         target.embed(blocks.input_ids.view(b, n * size)),
         blocks.positions.view(b, n * size),
         document_positions(batch.documents),
@@ -65,6 +78,7 @@ def labels_of(drafts: Drafts, target: TargetWeights, loss: str) -> Tensor:
         raise TrainError(
             "loss argmax: found data without the final hidden state, want it; prepare with --final, or use reference."
         )
+    final = final.to(drafts.anchors.device, non_blocking=True)
     said = argmax_labels(final.flatten(0, 1), target.final_norm, target.eps, target.gemma_norm, target.lm_head)
     b, n, size = drafts.blocks.labels.shape
     # Slot k stands at anchor + k and is predicted from the state at anchor + k - 1.

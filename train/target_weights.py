@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .errors import TrainError
 
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
+_HEADS = ["lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight"]
 _GEMMA_NORM = ("qwen3_5", "qwen3_next", "gemma")  # model types whose norms multiply by 1 + weight
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -46,17 +47,27 @@ def load_target_weights(path: str | Path) -> TargetWeights:
     except (OSError, ValueError) as e:
         raise TrainError(f"{root / 'config.json'}: found {type(e).__name__}, want the target's; check the path.") from e
     text = config.get("text_config", config)
+    if not isinstance(width := text.get("hidden_size"), int):
+        raise TrainError(
+            f"{root / 'config.json'}: hidden_size: found {width!r}, want an integer; give a causal language model."
+        )
     files = _where(root)
     embedding = _read(root, files, [f"{prefix}embed_tokens.weight" for prefix in _PREFIXES])
-    tied = bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False)))
-    heads = ["lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight"]
-    head = embedding if tied else _read(root, files, heads)
+    # Older configs leave the key out where a family ties by default; such a checkpoint then has no head.
+    tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings"))
+    if tied is None:
+        tied = not any(name in files for name in _HEADS)
+    head = embedding if tied else _read(root, files, _HEADS)
     norm = _read(root, files, [f"{prefix}norm.weight" for prefix in _PREFIXES])
+    if norm.dtype not in _FLOATS or tuple(norm.shape) != (width,):
+        raise TrainError(
+            f"{root}: norm: found {norm.dtype} {list(norm.shape)}, want floats [{width}]; give its target."
+        )
     for name, tensor in (("embed_tokens", embedding), ("lm_head", head)):
-        if tensor.dtype not in _FLOATS or tensor.ndim != 2 or tensor.shape[1] != text["hidden_size"]:
+        if tensor.dtype not in _FLOATS or tensor.ndim != 2 or tensor.shape[1] != width:
             raise TrainError(
                 f"{root}: {name}: found {tensor.dtype} {list(tensor.shape)}, want a float matrix "
-                f"[vocabulary, {text['hidden_size']}]; give the unquantised target."
+                f"[vocabulary, {width}]; give the unquantised target."
             )
     gemma = str(text.get("model_type", "")).startswith(_GEMMA_NORM)
     return TargetWeights(embedding, head, norm, float(text.get("rms_norm_eps", 1e-6)), gemma)
@@ -66,8 +77,11 @@ def _where(root: Path) -> dict[str, Path]:
     """Tensor name -> file, from the headers."""
     where: dict[str, Path] = {}
     for file in sorted(root.glob("*.safetensors")):
-        with safe_open(str(file), framework="pt") as opened:
-            where |= dict.fromkeys(opened.keys(), file)
+        try:
+            with safe_open(str(file), framework="pt") as opened:
+                where |= dict.fromkeys(opened.keys(), file)
+        except (SafetensorError, OSError) as e:
+            raise TrainError(f"{file}: found a damaged file ({e}), want safetensors; download it again.") from e
     if not where:
         raise TrainError(f"{root}: found no *.safetensors, want the target's weights; download the whole model.")
     return where

@@ -138,7 +138,9 @@ def test_a_drifted_sglang_is_refused(drifted_path, tmp_path):
     line = [*command(texts.target, texts.drafter), "--port", str(free_port()), "--speculative-ddtree-budget", "12"]
     env = server_env(PYTHONPATH=drifted_path, DDTREE_TEST_CONTROL=str(tmp_path / "control.json"))
     done = subprocess.run(line, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode != 0
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: sglang-dflash: DFLASH is refused")
     message = done.stdout + done.stderr
     assert f"sglang.srt.speculative.spec_utils.{SYMBOL}: {SYMBOL} not found" in message
     assert "SGLANG_DFLASH=off" in message

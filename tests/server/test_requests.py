@@ -7,8 +7,9 @@ import json
 import pytest
 import torch
 import xgrammar
-from cases import MARGIN, random_ids
+from cases import MARGIN, pair, random_ids
 from configs import on
+from harness import Server
 from models import EOS, VOCAB
 
 TOLERANCE = 1e-3
@@ -171,9 +172,26 @@ REFUSED_OPENAI = {
 }
 
 
-def assert_refused(response, name):
-    assert response.status_code == 400, response.text
-    assert name in response.text
+MESSAGES = [{"role": "user", "content": "Hello"}]
+
+
+def assert_refused(response, words):
+    """Status 400; in a stream, which has its status before a word of it is said, an error event of code 400."""
+    if response.headers["content-type"].startswith("text/event-stream"):
+        lines = [line for line in response.text.splitlines() if line]
+        assert len(lines) == 2, response.text  # nothing is served before the error
+        assert lines[1] == "data: [DONE]"
+        assert json.loads(lines[0].removeprefix("data: "))["error"]["code"] == 400
+    else:
+        assert response.status_code == 400, response.text
+    assert words in response.text
+
+
+def check_refused(server, case, path, body, words):
+    """Plain and streamed; the next request is served."""
+    for stream in (False, True):
+        assert_refused(server.post(path, body | {"stream": stream}), words)
+        assert server.generate(case.prompt, 16)["output_ids"] == case.answer[:16]
 
 
 @on("dense")
@@ -183,8 +201,7 @@ def test_refused_by_generate(served, name):
     case = texts.cases[6]
     params = {"temperature": 0, "max_new_tokens": 16} | REFUSED.get(name, {})
     body = {"input_ids": case.prompt, "sampling_params": params} | REFUSED_BODIES.get(name, {})
-    assert_refused(server.post("/generate", body), name)
-    assert server.generate(case.prompt, 16)["output_ids"] == case.answer[:16]
+    check_refused(server, case, "/generate", body, name)
 
 
 @on("dense")
@@ -193,10 +210,8 @@ def test_refused_by_the_openai_endpoints(served, name):
     server, texts = served
     case = texts.cases[6]
     body = {"model": "tiny", "temperature": 0, "max_tokens": 16} | REFUSED_OPENAI[name]
-    assert_refused(server.post("/v1/completions", body | {"prompt": case.prompt}), name)
-    messages = [{"role": "user", "content": "Hello"}]
-    assert_refused(server.post("/v1/chat/completions", body | {"messages": messages}), name)
-    assert server.generate(case.prompt, 16)["output_ids"] == case.answer[:16]
+    check_refused(server, case, "/v1/completions", body | {"prompt": case.prompt}, name)
+    check_refused(server, case, "/v1/chat/completions", body | {"messages": MESSAGES}, name)
 
 
 @on("dense")
@@ -214,3 +229,116 @@ def test_refused_beside_running_requests(served):
             assert_refused(output, "presence_penalty")
         else:
             assert output["output_ids"] == case.answer
+
+
+# Each of the first five ends the scheduler of a stock SGLang, and with it every request. Prompts are added below.
+MALFORMED_OPTIONS = {
+    "top_k": ({"top_k": 2**40, "temperature": 0.8}, "top_k: found 1099511627776, want at most 2147483647"),
+    "stop_regex": ({"stop_regex": ["a", "(["]}, "stop_regex: found '([' (unterminated character set at position 1)"),
+}
+MALFORMED_PROMPTS = {
+    "empty": ("", "prompt: found no tokens"),
+    "one empty": (["Hello", ""], "prompt: found no tokens"),
+    "foreign id": ([1, VOCAB], f"prompt: found the token id {VOCAB}, want 0..{VOCAB - 1}"),
+    "negative id": ([1, -5], "prompt: found the token id -5"),
+    "one foreign id": ([[1, 2], [1, 10**9]], "prompt: found the token id 1000000000"),
+}
+MALFORMED_BODIES = {
+    "many logprobs": ({"return_logprob": True, "top_logprobs_num": VOCAB + 1}, f"found {VOCAB + 1}, want 0..{VOCAB}"),
+    "unasked logprobs": ({"top_logprobs_num": -1}, f"found -1, want 0..{VOCAB}"),
+    "start": ({"return_logprob": True, "logprob_start_len": -5}, "logprob_start_len: found -5, want 0 or more"),
+    "list": ({"sampling_params": [{}]}, "sampling_params: found a list of 1, want one object"),
+    "short list": (
+        {"input_ids": [[1], [2]], "sampling_params": [{}]},
+        "found a list of 1, want one object, or a list of 2",
+    ),
+    "null": ({"sampling_params": {"n": None}}, "a field is not of the documented type"),
+}
+
+
+@on("dense")
+@pytest.mark.parametrize("name", MALFORMED_PROMPTS)
+def test_malformed_prompts(served, name):
+    server, texts = served
+    case = texts.cases[6]
+    prompt, words = MALFORMED_PROMPTS[name]
+    text = isinstance(prompt, str) or isinstance(prompt[0], str)
+    check_refused(server, case, "/generate", {"text" if text else "input_ids": prompt}, words)
+    if prompt:  # SGLang's own refusal
+        check_refused(server, case, "/v1/completions", {"model": "tiny", "prompt": prompt}, words)
+
+
+@on("dense")
+@pytest.mark.parametrize("name", MALFORMED_OPTIONS)
+def test_malformed_options(served, name):
+    server, texts = served
+    case = texts.cases[6]
+    option, words = MALFORMED_OPTIONS[name]
+    check_refused(server, case, "/generate", {"input_ids": case.prompt, "sampling_params": option}, words)
+    batch = {"input_ids": [case.prompt] * 2, "sampling_params": [{}, option]}
+    check_refused(server, case, "/generate", batch, words)
+    check_refused(server, case, "/v1/completions", {"model": "tiny", "prompt": case.prompt} | option, words)
+    check_refused(server, case, "/v1/chat/completions", {"model": "tiny", "messages": MESSAGES} | option, words)
+
+
+@on("dense")
+@pytest.mark.parametrize("name", MALFORMED_BODIES)
+def test_malformed_bodies(served, name):
+    server, texts = served
+    case = texts.cases[6]
+    body, words = MALFORMED_BODIES[name]
+    check_refused(server, case, "/generate", {"input_ids": case.prompt} | body, words)
+
+
+@on("dense")
+def test_malformed_openai_bodies(served):
+    server, texts = served
+    case = texts.cases[6]
+    words = f"found {VOCAB + 1}, want 0..{VOCAB}"
+    check_refused(
+        server, case, "/v1/completions", {"model": "tiny", "prompt": case.prompt, "logprobs": VOCAB + 1}, words
+    )
+    chat = {"model": "tiny", "messages": MESSAGES}
+    check_refused(server, case, "/v1/chat/completions", chat | {"logprobs": True, "top_logprobs": VOCAB + 1}, words)
+    check_refused(server, case, "/v1/chat/completions", chat | {"response_format": "x"}, "want an object as documented")
+    assert_refused(server.post("/v1/chat/completions", [1]), "found a list, want an object as documented")
+    assert server.generate(case.prompt, 16)["output_ids"] == case.answer[:16]
+
+
+@on("dense")
+def test_limits_are_served(served):
+    server, texts = served
+    case = texts.cases[6]
+    output = server.generate(
+        case.prompt, 16, return_logprob=True, top_logprobs_num=VOCAB, sampling={"top_k": 2**31 - 1, "stop_regex": "x+y"}
+    )
+    assert output["output_ids"] == case.answer[:16]
+    assert {len(tops) for tops in output["meta_info"]["output_top_logprobs"]} == {VOCAB}
+    server.generate([0, VOCAB - 1], 4)
+
+
+def test_several_tokenizers(tmp_path):
+    """They load no plugins: the scheduler refuses alone, also beside a request that wants logprobs."""
+    texts = pair("dense", shared=4)
+    case = texts.cases[6]
+    with Server(tmp_path, texts.target, texts.drafter, "--tokenizer-worker-num", "2") as server:
+
+        def one(i):
+            if i % 2:
+                return server.generate(case.prompt, 64, return_logprob=True, top_logprobs_num=2)
+            body = {"input_ids": case.prompt} | bodies[i // 2 % len(bodies)][0]
+            return server.post("/generate", body)
+
+        bodies = [
+            ({"sampling_params": MALFORMED_OPTIONS["top_k"][0]}, "top_k: found"),
+            ({"input_ids": [1, VOCAB]}, "prompt: found the token id"),
+            ({"return_logprob": True, "top_logprobs_num": VOCAB + 1}, "top_logprobs_num"),
+            ({"input_ids": None, "text": ""}, "prompt: found no tokens"),
+            ({"sampling_params": {"presence_penalty": 1.0}}, "presence_penalty"),
+        ]
+        for i, output in enumerate(server.in_parallel(one, range(20), 4)):
+            if i % 2:
+                assert output["output_ids"] == case.answer
+            else:
+                assert_refused(output, bodies[i // 2 % len(bodies)][1])
+        server.assert_healthy()

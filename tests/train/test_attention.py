@@ -68,6 +68,41 @@ def test_invariant_18_flex_equals_sdpa_and_softmax(window: int | None) -> None:
     assert not torch.allclose(attend(q, k, v, dense_mask(wrong, window)), plain, atol=1e-3)
 
 
+@pytest.mark.parametrize("case", [{}, {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 40}])
+def test_invariant_18_a_drafter_on_flex_blocks_equals_the_dense_one(case: dict) -> None:
+    """Long enough that FlexAttention's 128-wide blocks are empty, partial and full."""
+    drafter = make_drafter(block_size=16, head_dim=16, **case)
+    features, tokens, embedding = inputs(2, 420, drafter)
+    documents = torch.tensor([[0] * 420, [0] * 190 + [1] * 200 + [-1] * 30])
+    generator = torch.Generator().manual_seed(0)
+    anchors = torch.stack([torch.randperm(380, generator=generator)[:20].sort().values for _ in range(2)])
+    anchors[1, 18:] = -1
+    layout, window = Layout(anchors, documents, 16), case.get("sliding_window")
+    masks = {"full_attention": flex_mask(layout), "sliding_attention": flex_mask(layout, window)}
+    for kind, mask in masks.items():
+        wanted = dense_mask(layout, window if kind == "sliding_attention" else None)
+        covered = cells(mask.kv_num_blocks, mask.kv_indices, wanted) & wanted  # partly visible blocks apply the rule
+        covered |= cells(mask.full_kv_num_blocks, mask.full_kv_indices, wanted)  # full ones are taken whole
+        assert torch.equal(covered, wanted)
+    blocks = masks["full_attention"]
+    assert blocks.full_kv_num_blocks.sum() > 0
+    assert blocks.to_dense().float().mean() < 1  # some are skipped
+    with torch.no_grad():  # FlexAttention has no backward on CPU
+        flex = run_blocks(drafter, features, tokens, embedding, anchors, documents, masks)
+        dense = run_blocks(drafter, features, tokens, embedding, anchors, documents)
+    torch.testing.assert_close(flex, dense, atol=1e-5, rtol=1e-5)
+
+
+def cells(counts: torch.Tensor, indices: torch.Tensor, like: torch.Tensor, size: int = 128) -> torch.Tensor:
+    """The cells of the blocks that a BlockMask lists, as a bool mask of the shape of ``like``."""
+    out = torch.zeros_like(like)
+    for b in range(counts.shape[0]):
+        for row in range(counts.shape[-1]):
+            for block in indices[b, 0, row, : int(counts[b, 0, row])].tolist():
+                out[b, 0, row * size : (row + 1) * size, block * size : (block + 1) * size] = True
+    return out
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_invariant_11_only_the_context_before_the_anchor_counts(case: dict) -> None:
     drafter = make_drafter(**case)

@@ -12,10 +12,11 @@ from safetensors.torch import save_file
 from shapes import MASK_ID, drafter_spec, inputs, make_drafter, run_blocks
 
 from sglang_dflash import demo_models
-from sglang_dflash.drafter_config import DrafterError
+from sglang_dflash.drafter_config import DrafterError, spec_from_dir
 from sglang_dflash.drafter_tensors import expected_shapes
 from sglang_dflash.train.drafter_model import Drafter
 from sglang_dflash.train.errors import TrainError
+from sglang_dflash.train.export import published_config
 from sglang_dflash.train.layer_ids import default_layer_ids
 
 
@@ -91,6 +92,89 @@ def test_another_shape_is_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, make_drafter())
     with pytest.raises(TrainError, match=r"layers\.0\.mlp\.gate_proj\.weight: found \[48, 32\], want \[64, 32\]"):
         Drafter(drafter_spec(intermediate_size=64)).load(tmp_path)
+
+
+def edit_config(path: Path, **changes: object) -> None:
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_act": "swigluoai"}, "hidden_act: found 'swigluoai', want 'silu'"),
+        ({"use_gemma_norm": True}, "use_gemma_norm: found True"),
+        ({"is_causal": True}, "is_causal: found True"),
+        ({"rope_is_neox_style": False}, "rope_is_neox_style: found False"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type: found 'yarn', want 'default'"),
+        ({"rope_scaling": {"rope_dim": 4}}, "rope_dim: found 4, want 8"),
+    ],
+)
+def test_variants_that_the_server_computes_otherwise_are_refused(tmp_path: Path, changes: dict, words: str) -> None:
+    write_checkpoint(tmp_path, make_drafter())
+    edit_config(tmp_path, is_causal=False, rope_scaling=None)  # what a full drafter may say and mean nothing by
+    Drafter.from_dir(tmp_path)
+    edit_config(tmp_path, **changes)
+    with pytest.raises(TrainError, match=words):
+        Drafter.from_dir(tmp_path)
+
+
+def test_a_scaled_value_is_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, make_drafter())
+    nested = json.loads((tmp_path / "config.json").read_text())["dflash_config"]
+    edit_config(tmp_path, dflash_config=nested | {"attention_value_scale": 0.5})
+    with pytest.raises(TrainError, match=r"attention_value_scale: found 0\.5"):
+        Drafter.from_dir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"target_layer_ids": (1, 2, 5)}, r"target_layer_ids: found \(1, 3, 5\), want \(1, 2, 5\)"),
+        ({"rope_theta": 5e5}, r"rope_theta: found 10000\.0, want 500000\.0"),
+        ({"layer_types": ("full_attention", "sliding_attention"), "sliding_window": 9}, "layer_types: found"),
+        ({"mask_token_id": 3}, "mask_token_id: found 49, want 3"),
+    ],
+)
+def test_a_drafter_of_the_same_shapes_and_another_meaning_is_refused(tmp_path: Path, changes: dict, words: str) -> None:
+    write_checkpoint(tmp_path, make_drafter())
+    Drafter(drafter_spec(layer_types=None, sliding_window=77)).load(tmp_path)  # the same meaning, said otherwise
+    with pytest.raises(TrainError, match=words):
+        Drafter(drafter_spec(**changes)).load(tmp_path)
+
+
+def test_fused_and_prefixed_names_load_as_the_server_loads_them(tmp_path: Path) -> None:
+    drafter = make_drafter()
+    write_checkpoint(tmp_path, drafter)
+    tensors = dict(drafter.state_dict())
+    for i in range(drafter.spec.num_layers):
+        attention, mlp = f"layers.{i}.self_attn.", f"layers.{i}.mlp."
+        tensors[f"{attention}qkv_proj.weight"] = torch.cat([tensors.pop(f"{attention}{p}_proj.weight") for p in "qkv"])
+        tensors[f"{mlp}gate_up_proj.weight"] = torch.cat([tensors.pop(f"{mlp}{p}_proj.weight") for p in ("gate", "up")])
+    save_file({f"model.{name}": t for name, t in tensors.items()}, tmp_path / "model.safetensors")
+    again = Drafter.from_dir(tmp_path)
+    for name, parameter in drafter.named_parameters():
+        assert torch.equal(parameter, again.get_parameter(name)), name
+
+
+def test_invariant_34_block_size_agrees_in_both_places_and_no_rope_key_of_the_target_leaks(tmp_path: Path) -> None:
+    target = demo_models.target_config()
+    assert target["rope_parameters"]["partial_rotary_factor"] == 0.25  # what must not leak
+    spec = drafter_spec(rope_theta=target["rope_parameters"]["rope_theta"])
+    config = published_config(spec, 50)
+    assert config["block_size"] == config["dflash_config"]["block_size"] == spec.block_size
+    leaks = {"partial_rotary_factor", "mrope_section", "mrope_interleaved", "rope_parameters", "rope_scaling"}
+    assert not leaks & {*config, *config["dflash_config"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    again = spec_from_dir(tmp_path)
+    wanted = dataclasses.replace(spec, path=str(tmp_path))
+    assert again == wanted
+    edit_config(tmp_path, block_size=5)
+    with pytest.raises(DrafterError, match="block_size: found 5 at the top level and 4 in dflash_config"):
+        spec_from_dir(tmp_path)
+    edit_config(tmp_path, block_size=4, partial_rotary_factor=0.25)
+    with pytest.raises(DrafterError, match=r"partial_rotary_factor: found 0\.25"):
+        spec_from_dir(tmp_path)
 
 
 def test_biases_are_refused() -> None:

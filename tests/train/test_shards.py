@@ -14,7 +14,7 @@ import pytest
 import torch
 from training_data import fingerprint, write_data
 
-from sglang_dflash.train import shards
+from sglang_dflash.train import disk, shards
 from sglang_dflash.train.errors import TrainError
 from sglang_dflash.train.shards import Dataset, Sample, ShardWriter
 
@@ -142,11 +142,60 @@ def test_a_truncated_or_absent_shard_is_named(tmp_path: Path) -> None:
     file = next(tmp_path.glob("shard-*.safetensors"))
     whole = file.read_bytes()
     file.write_bytes(whole[:-100])
-    with pytest.raises(TrainError, match=rf"{file.name}: found SHA-256 .* damaged or truncated"):
+    for use in (lambda: Dataset(tmp_path)[0], lambda: ShardWriter(tmp_path, fingerprint())):
+        with pytest.raises(
+            TrainError, match=rf"{file.name}: found {len(whole) - 100} bytes, want {len(whole)} .*trunc"
+        ):
+            use()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(TrainError, match=rf"{file.name}: found SHA-256 .* the file is damaged"):
         Dataset(tmp_path)[0]
     file.unlink()
     with pytest.raises(TrainError, match=rf"{file.name}: found no such file"):
         Dataset(tmp_path)[0]
+
+
+def test_a_deleted_shard_is_captured_again(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path, fingerprint(), shard_bytes=1) as writer:
+        for name in "abc":
+            writer.add(sample(name))
+    (tmp_path / "shard-00001.safetensors").unlink()
+    with ShardWriter(tmp_path, fingerprint()) as writer:
+        assert writer.done == {"a", "c"}
+        writer.add(sample("b"))
+    assert sorted(s.id for s in Dataset(tmp_path)) == ["a", "b", "c"]
+    assert sorted(p.name for p in tmp_path.glob("shard-*")) == [f"shard-0000{i}.safetensors" for i in (0, 2, 3)]
+
+
+def test_invariant_31_token_ids_of_shard_and_manifest_agree(tmp_path: Path) -> None:
+    write_data(tmp_path, samples=2)
+    manifest = tmp_path / shards.MANIFEST
+    entry = json.loads(manifest.read_text())
+    entry["samples"][1]["token_ids"][3] += 1
+    manifest.write_text(json.dumps(entry) + "\n")
+    assert Dataset(tmp_path)[0].id == "s0"
+    with pytest.raises(TrainError, match="sample 's1': found other token ids than in manifest"):
+        Dataset(tmp_path)[1]
+    entry["samples"].pop()
+    manifest.write_text(json.dumps(entry) + "\n")
+    with pytest.raises(TrainError, match="features: found 80 rows, want 40 as in manifest"):
+        Dataset(tmp_path)[0]
+
+
+def test_one_writer_at_a_time(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path, fingerprint())
+    with pytest.raises(TrainError, match="found another writer at work"):
+        ShardWriter(tmp_path, fingerprint())
+    writer.close()
+    ShardWriter(tmp_path, fingerprint()).close()
+
+
+def test_samples_of_a_shard_have_one_layout(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path, fingerprint()) as writer:
+        writer.add(sample("a", final=True))
+        with pytest.raises(TrainError, match="sample 'b': found features float32 8 wide and no final, want features"):
+            writer.add(sample("b"))
+    assert [s.id for s in Dataset(tmp_path)] == ["a"]
 
 
 def test_empty_and_foreign_folders(tmp_path: Path) -> None:
@@ -160,28 +209,50 @@ def test_empty_and_foreign_folders(tmp_path: Path) -> None:
         Dataset(tmp_path)
 
 
-def test_a_full_disk_stops_clearly_and_leaves_nothing_half_written(tmp_path: Path) -> None:
-    """A file-size limit stands for the full disk: writes fail in the middle of a shard."""
-    code = (
-        "import resource, signal, sys\n"
-        f"sys.path[:0] = [{str(Path(__file__).parent)!r}]\n"
-        "from test_shards import sample\nfrom training_data import fingerprint\n"
-        "from sglang_dflash.train.shards import ShardWriter\n"
-        f"writer = ShardWriter({str(tmp_path)!r}, fingerprint())\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))\n"
-        "writer.add(sample('big', 5000))\nwriter.close()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "TrainError" in done.stderr.splitlines()[-1], done.stderr
-    assert "free some" in done.stderr.splitlines()[-1]
-    assert not list(tmp_path.glob("shard-*"))
+FULL = """
+import resource, signal, sys
+sys.path[:0] = [{tests!r}]
+from test_shards import sample
+from training_data import fingerprint
+from sglang_dflash.train.shards import ShardWriter
+with ShardWriter({folder!r}, fingerprint(), shard_bytes=2000) as writer:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    for i in range(40):
+        if i == 20:  # from here on the disk takes files of this size only
+            resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
+        if f"s{{i}}" not in writer.done:
+            writer.add(sample(f"s{{i}}", 30))
+"""
+
+
+@pytest.mark.parametrize("limit", [10, 500, 1500, 2500])
+def test_a_full_disk_stops_clearly_and_leaves_nothing_half_written(tmp_path: Path, limit: int) -> None:
+    """A file-size limit stands for the full disk: writing fails in a shard, or (2500) in the manifest, at any byte."""
+    values = {"tests": str(Path(__file__).parent), "folder": str(tmp_path)}
+    codes = [FULL.format(**values, limit=n) for n in (limit, -1)]
+    done = [subprocess.run([sys.executable, "-c", c], capture_output=True, text=True, check=False) for c in codes]
+    assert done[0].returncode == 1
+    assert "TrainError" in done[0].stderr.splitlines()[-1], done[0].stderr
+    assert "make room, run again" in done[0].stderr.splitlines()[-1]
+    assert "During handling" not in done[0].stderr, "a second error hides the first"
+    assert done[1].returncode == 0, done[1].stderr
+    assert sorted(s.id for s in Dataset(tmp_path)) == sorted(f"s{i}" for i in range(40))
+    assert {p.name for p in tmp_path.glob("shard-*")} == {e["shard"] for e in shards.read_manifest(tmp_path)}
+
+
+def test_after_a_full_disk_only_whole_shards_are_there(tmp_path: Path) -> None:
+    values = {"tests": str(Path(__file__).parent), "folder": str(tmp_path), "limit": 10}
+    subprocess.run([sys.executable, "-c", FULL.format(**values)], capture_output=True, check=False)
+    assert not list(tmp_path.glob("*.part"))
+    assert {p.name for p in tmp_path.glob("shard-*")} == {e["shard"] for e in shards.read_manifest(tmp_path)}
+    assert len(Dataset(tmp_path)) == 18  # three a shard
+    assert (tmp_path / shards.MANIFEST).read_bytes().endswith(b"\n")
 
 
 def test_disk_space_is_checked_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards.shutil, "disk_usage", lambda _: _usage(1 << 20))
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: _usage(1 << 20))
     with pytest.raises(TrainError, match="found 1 MiB free, want 4 MiB"):
-        shards.check_space(tmp_path, 4 << 20)
+        disk.check_space(tmp_path, 4 << 20)
 
 
 def _usage(free: int) -> object:
@@ -193,4 +264,9 @@ def _usage(free: int) -> object:
 def test_the_manifest_is_json_a_line(tmp_path: Path) -> None:
     write_data(tmp_path, samples=5)
     for line in (tmp_path / shards.MANIFEST).read_text().splitlines():
-        assert {"shard", "sha256", "samples"} == set(json.loads(line))
+        entry = json.loads(line)
+        assert entry["layer_ids"] == [1, 3, 5]
+        assert entry["dtype"] == "float32"
+        assert entry["sha256"] == disk.sha256(tmp_path / entry["shard"])
+        for s in entry["samples"]:
+            assert len(s["token_ids"]) == s["length"] == 40

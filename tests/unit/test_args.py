@@ -17,7 +17,7 @@ from models import make_dense, make_drafter, make_hybrid
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
 from sglang_dflash import args
-from sglang_dflash.config import MAX_BLOCK_SIZE, MAX_BUDGET, MAX_TOPK, SettingError, TreeConfig
+from sglang_dflash.config import MAX_BLOCK_SIZE, MAX_BUDGET, MAX_TOPK, TreeConfig
 from sglang_dflash.cpu import stand_in
 
 stand_in.install()  # before SGLang's modules: their CPU path imports sgl_kernel
@@ -103,6 +103,12 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "negative budget": ({"speculative-ddtree-budget": -1}, ("--speculative-ddtree-budget: found -1 nodes",)),
     "topk zero": ({"speculative-ddtree-topk": 0}, ("--speculative-ddtree-topk: found 0, want 2..16",)),
     "block zero": ({"speculative-dflash-block-size": 0}, ("block size: found 0, want 2..32",)),
+    "no number": (
+        {"speculative-ddtree-budget": "many"},
+        ("--speculative-ddtree-budget: found 'many', want a whole number",),
+    ),
+    "half a number": ({"speculative-ddtree-topk": 2.5}, ("--speculative-ddtree-topk: found '2.5', want a whole",)),
+    "no drafter": ({"speculative-draft-model-path": None}, ("--speculative-draft-model-path: found none, want a",)),
     "no requests": ({"max-running-requests": 0}, ["--max-running-requests: found 0, want at least 1"]),
     "topk too large": (
         {"speculative-ddtree-topk": 17},
@@ -131,7 +137,9 @@ def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         kind: make_drafter(home / f"{kind}-drafter", target, block_size=BLOCK) for kind, target in targets.items()
     }
     cases = {name: options for name, (options, _) in (RESOLVED | REFUSED).items()}
-    cases["no speculation"] = {"speculative-algorithm": None, "attention-backend": "torch_native"}
+    cases["no speculation"] = {
+        "speculative-algorithm": None, "speculative-draft-model-path": None, "attention-backend": "torch_native"
+    }  # fmt: skip
     files = []
     for name, options in cases.items():
         kind = "hybrid" if options.get("hybrid") else "dense"
@@ -144,8 +152,7 @@ def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             "speculative-algorithm": "dflash",
             "speculative-draft-model-path": str(drafters[kind]),
         } | {key: value for key, value in options.items() if key != "hybrid"}
-        if values["speculative-algorithm"] is None:
-            del values["speculative-algorithm"], values["speculative-draft-model-path"]
+        values = {key: value for key, value in values.items() if value is not None}
         file = home / f"{name}.yaml"
         file.write_text(yaml.safe_dump(values))
         files.append(str(file))
@@ -186,19 +193,6 @@ def test_other_servers_are_untouched(resolved: dict[str, Any]) -> None:
     assert "error" not in got, got
     assert got["speculative_eagle_topk"] is None
     assert got["speculative_num_draft_tokens"] is None
-
-
-def test_without_a_command_line_refusals_are_exceptions() -> None:
-    """``sglang.Engine`` in somebody's program: it must be able to catch them."""
-    assert not args._command_line
-    with pytest.raises(SettingError, match="want somewhere"), args.one_line_errors():
-        raise SettingError("x: found a, want somewhere; fix it.")
-
-
-def test_foreign_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(args, "_command_line", True)
-    with pytest.raises(ValueError, match="upstream's"), args.one_line_errors():
-        raise ValueError("upstream's own")
 
 
 def test_merge_flags() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sglang_dflash.server_process import ServerError, end_process_group, server_environment, serving
+from sglang_dflash.server_process import ServerError, cache_problem, end_process_group, server_environment, serving
 
 
 def wait_for_end(process: psutil.Process) -> None:
@@ -64,3 +64,16 @@ def test_kill_9_of_us_ends_the_server(tmp_path: Path) -> None:
     parent.kill()
     parent.wait()
     wait_for_end(children[0])
+
+
+@pytest.mark.parametrize("name", ["SGLANG_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "HOME"])
+def test_a_cache_that_cannot_be_written_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HOME", str(tmp_path / "file" if name == "HOME" else tmp_path))
+    environment = {} if name == "HOME" else {name: str(tmp_path / "file" / "cache")}
+    problem = cache_problem(environment)
+    assert problem is not None
+    assert problem.startswith(f"cache directory: found {tmp_path / 'file'}")
+    assert "set SGLANG_CACHE_DIR to a writable directory" in problem
+    assert "\n" not in problem
+    assert cache_problem({"SGLANG_CACHE_DIR": str(tmp_path / "cache")}) is None

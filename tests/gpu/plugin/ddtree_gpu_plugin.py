@@ -19,19 +19,6 @@ from pathlib import Path
 import torch
 
 
-class Control:
-    def __init__(self, path):
-        self.path, self.stamp, self.values = path, None, {}
-
-    def __getitem__(self, key):
-        stamp = os.stat(self.path).st_mtime_ns
-        if stamp != self.stamp:
-            with open(self.path) as file:
-                self.values = json.load(file)
-            self.stamp = stamp
-        return self.values.get(key)
-
-
 def register():
     """Runs before sglang-dflash's own entry point: PYTHONPATH names this folder first."""
     from sglang_dflash import plugin
@@ -88,7 +75,7 @@ def instrument(worker_class):
     sys.path.append(str(Path(__file__).resolve().parents[2]))  # tests/: step_checks
     if worker_class.__name__ != "DDTreeWorker":
         return worker_class
-    from step_checks import disturb_leaf, repeatable, verify_paths
+    from step_checks import Control, disturb_leaf, repeatable, verify_paths
 
     from sglang_dflash.draft import TreeSampler
 

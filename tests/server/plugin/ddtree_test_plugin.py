@@ -23,19 +23,6 @@ import torch
 BREAKS = ("nocompact", "chainpos", "chainmask", "chaincommit", "hidden", "draftpos")
 
 
-class Control:
-    def __init__(self, path):
-        self.path, self.stamp, self.values = path, None, {}
-
-    def __getitem__(self, key):
-        stamp = os.stat(self.path).st_mtime_ns
-        if stamp != self.stamp:
-            with open(self.path) as file:
-                self.values = json.load(file)
-            self.stamp = stamp
-        return self.values.get(key)
-
-
 class Oracle:
     """A calibrated random marginal a depth, the true token at a rank drawn from it.
 
@@ -80,7 +67,7 @@ def instrument(worker_class):
         return worker_class
     sys.path.append(str(Path(__file__).resolve().parents[2]))  # tests/: step_checks
     from sglang.srt.speculative.eagle_utils import TreeMaskMode
-    from step_checks import disturb_leaf, repeatable, verify_paths
+    from step_checks import Control, disturb_leaf, repeatable, verify_paths
 
     from sglang_dflash import worker
     from sglang_dflash.draft import TreeSampler
