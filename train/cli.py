@@ -6,7 +6,6 @@ An error of the user's, or of a server, is one line on stderr and exit status 2;
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -85,14 +84,16 @@ def fit(
     init: Annotated[Path | None, typer.Option(help="Start from this drafter's weights.")] = None,
     online: Annotated[bool, typer.Option("--online", help="Capture while training; only answers are read.")] = False,
     layer_ids: Annotated[str, typer.Option(help="With --online: the context layers.")] = "",
+    url: Annotated[str | None, typer.Option(help="With --online: a running server.")] = None,
+    capture_folder: Annotated[Path | None, typer.Option(help="Its SGLANG_DFLASH_CAPTURE, as seen from here.")] = None,
 ) -> None:
     """Train a drafter. Several GPUs: torchrun --nproc-per-node N -m sglang_dflash.train fit ..."""
     from .default_recipe import default_recipe
     from .fit import Fit
     from .recipe import load_recipe
 
-    if not online and (context.args or layer_ids):
-        raise typer.BadParameter("engine settings and --layer-ids belong to --online; drop them, or add it.")
+    if not online and (context.args or layer_ids or url or capture_folder):
+        raise typer.BadParameter("--layer-ids, --url and engine settings belong to --online; drop them, or add it.")
     recipe = load_recipe(config) if config else default_recipe(target)
     if not online:
         Fit(target, data, out, recipe, init=init, console=_console()).run()
@@ -103,7 +104,8 @@ def fit(
     if len(data) != 1:
         raise typer.BadParameter(f"--data: found {len(data)} folders with --online, want one.")
     ids = _integers("--layer-ids", layer_ids) or online_layer_ids(target)
-    with capturing(target, data[0], ids, final=recipe.loss == "argmax", extra=engine_settings(context.args)) as source:
+    final, extra = recipe.loss == "argmax", engine_settings(context.args)
+    with capturing(target, data[0], ids, url=url, folder=capture_folder, final=final, extra=extra) as source:
         Fit(target, source, out, recipe, init=init, console=_console()).run()
 
 
@@ -124,16 +126,18 @@ def evaluate(
     from .evaluate import evaluate as run
     from .tables import show_evaluation
 
+    flags = server_flags(context.args)
     _check_thinking(drafter, thinking)
+    texts = _tokens(target, prompts, thinking, limit)
     with _progress() as step:
         report = run(
             target,
             drafter,
-            _tokens(target, prompts, thinking, limit),
+            texts,
             budgets=budgets,
             max_tokens=max_tokens,
             concurrency=concurrency,
-            server_flags=server_flags(context.args),
+            server_flags=flags,
             say=_say,
             progress=step,
         )
@@ -182,8 +186,8 @@ def parity(
     from .parity import parity as run
     from .tables import show_parity
 
-    texts = _tokens(target, prompts, thinking, limit)
     flags = server_flags(context.args)
+    texts = _tokens(target, prompts, thinking, limit)
     report = run(target, texts, drafter=drafter, max_tokens=max_tokens, server_flags=flags, say=_say)
     show_parity(report, _console(stderr=False))
     _write(out, report)
@@ -288,7 +292,7 @@ class _progress:
 
 def _write(out: Path | None, report: dict[str, Any]) -> None:
     if out is not None:
-        from .shards import write_atomically
+        from .disk import write_atomically
 
         write_atomically(out, json.dumps(report, indent=1) + "\n")
 
@@ -308,15 +312,11 @@ def is_user_error(error: BaseException) -> bool:
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
-    # A plain kill must end servers and remove what is temporary, as Ctrl-C does.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         # Without standalone mode typer raises what it would print, and returns the status of --help.
         status = app(args=list(args) if args is not None else None, standalone_mode=False)
-        return int(status or 0)
     except (KeyboardInterrupt, typer.Abort):
-        print("interrupted", file=sys.stderr)
-        return 130
+        status = 130
     except Exception as e:
         # Some releases of typer bring a click of their own, whose base class has no public name.
         usage = getattr(e, "format_message", None)
@@ -324,3 +324,6 @@ def main(args: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {' '.join(usage().split()) if usage else one_line(e)}", file=sys.stderr)
         return 2
+    if status == 130:  # typer's own for Ctrl-C, too
+        print("interrupted", file=sys.stderr)
+    return int(status or 0)

@@ -8,8 +8,6 @@ it. Answers that end in an exact loop are easy for any drafting and are always t
 from __future__ import annotations
 
 import gc
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,13 +20,13 @@ from sglang_dflash.drafter import read_drafter_spec
 from sglang_dflash.drafter_config import DrafterSpec
 from sglang_dflash.provenance import target_folder
 
+from .disk import check_space
 from .drafter_model import Drafter
 from .errors import TrainError
 from .lookup import lookup_accepts
 from .loops import is_looping
 from .replay import CHAIN, STREAK, Replay, replay
-from .served import AR, Answer, Client, Counts, Mode, Prompt, ServedRun, Serving, parse_modes, pooled
-from .shards import check_space
+from .served import AR, Answer, Client, Counts, Mode, Prompt, ServedRun, Serving, parse_modes, pooled, workspace
 from .target_weights import TargetWeights, load_target_weights
 
 
@@ -73,22 +71,38 @@ def evaluate(
     if not prompts or not drafters:
         raise TrainError(f"eval: found {len(prompts)} prompts and {len(drafters)} drafters, want one of each at least.")
     specs = [read_drafter_spec(d) for d in drafters]
-    smallest = min(s.block_size for s in specs)
     largest = max(s.block_size for s in specs)
     modes = parse_modes(budgets or default_budgets(largest), largest)
     if not any(m.is_tree or m.key == CHAIN for m in modes):
         raise TrainError(
             f"--budgets: found {budgets!r}, want chain or a tree's budget in it; plain decoding has no tau."
         )
-    folder = Path(tempfile.mkdtemp(prefix="sglang-dflash-eval-"))
-    (logs := folder / "logs").mkdir()
+    with workspace("eval") as folder:
+        return _evaluate(
+            target, drafters, specs, prompts, modes, max_tokens, concurrency, server_flags or {}, folder, say, progress
+        )
+
+
+def _evaluate(
+    target: str,
+    drafters: Sequence[Path],
+    specs: Sequence[DrafterSpec],
+    prompts: Sequence[Prompt],
+    modes: Sequence[Mode],
+    max_tokens: int,
+    concurrency: int,
+    server_flags: dict[str, str],
+    folder: Path,
+    say: Callable[[str], object],
+    progress: Callable[[str, int], Callable[[], object]] | None,
+) -> dict[str, Any]:
     serving = Serving(
         target=target,
         on_gpu=torch.cuda.is_available(),
-        logs=logs,
+        logs=folder / "logs",
         concurrency=concurrency,
         tokens=max(len(p.token_ids) for p in prompts) + max_tokens,
-        extra=server_flags or {},
+        extra=server_flags,
     )
     runs: list[dict[str, Any]] = []
     offline: list[dict[str, Any]] = []
@@ -121,17 +135,15 @@ def evaluate(
         keys = [m.key for m in trees]
         offline.append(replay_report(drafter, target_folder(target), texts, [int(k) for k in keys]))
     assert reference is not None
-    report = {
+    return {
         "target": target,
         "greedy": True,
         "max_tokens": max_tokens,
         "concurrency": concurrency,
         "runs": runs,
         "offline": offline,
-        "lookup": lookup_report(prompts, reference.answers, smallest - 1),
+        "lookup": lookup_report(prompts, reference.answers, min(s.block_size for s in specs) - 1),
     }
-    shutil.rmtree(folder)
-    return report
 
 
 def capture_answers(

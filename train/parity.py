@@ -9,10 +9,8 @@ texts under each path's features: a difference of states matters as far as it mo
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,7 @@ from .errors import TrainError
 from .evaluate import Captured, offline_figures, replay_texts
 from .export import write_drafter
 from .hf_states import missing_packages
-from .served import Client, Mode, Prompt, Serving
+from .served import Client, Mode, Prompt, Serving, workspace
 from .target_weights import load_target_weights
 
 SERVER, WITH_FLA, TORCH = "server", "transformers with fla", "transformers, torch"
@@ -55,20 +53,33 @@ def parity(
     """
     if not prompts:
         raise TrainError("parity: found no prompts, want at least one.")
-    folder = Path(tempfile.mkdtemp(prefix="sglang-dflash-parity-"))
-    (logs := folder / "logs").mkdir()
-    serving = Serving(
-        target=target,
-        on_gpu=torch.cuda.is_available(),
-        logs=logs,
-        concurrency=1,
-        tokens=max(len(p.token_ids) for p in prompts) + max_tokens,
-        extra=server_flags or {},
-    )
     facts = target_facts(target)
     spec = None if drafter is None else read_drafter_spec(drafter)
     if spec is not None:
         check_against_target(spec, facts)
+    with workspace("parity") as folder:
+        return _parity(target, prompts, drafter, spec, facts, max_tokens, server_flags or {}, folder, say)
+
+
+def _parity(
+    target: str,
+    prompts: Sequence[Prompt],
+    drafter: Path | None,
+    spec: DrafterSpec | None,
+    facts: TargetFacts,
+    max_tokens: int,
+    server_flags: dict[str, str],
+    folder: Path,
+    say: Callable[[str], object],
+) -> dict[str, Any]:
+    serving = Serving(
+        target=target,
+        on_gpu=torch.cuda.is_available(),
+        logs=folder / "logs",
+        concurrency=1,
+        tokens=max(len(p.token_ids) for p in prompts) + max_tokens,
+        extra=server_flags,
+    )
     probe = write_probe(folder / "probe", facts, torch.float32 if not serving.on_gpu else torch.bfloat16)
     (spool := folder / "capture").mkdir()
     with serving.start(Mode(str(_BLOCK - 1)), probe, say, capture_into=spool, final=True) as client:
@@ -104,7 +115,6 @@ def parity(
                 **{("chain" if k == "chain" else f"DDTree-8, N={k}"): v for k, v in figures["decode_tau"].items()},
                 "chain, every position": figures["teacher_forced_tau"].get("chain"),
             }
-    shutil.rmtree(folder)
     return report
 
 

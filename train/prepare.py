@@ -31,7 +31,7 @@ from .errors import TrainError
 from .layer_ids import default_layer_ids
 from .prompts import Template, read_prompts
 from .server import Request, answering
-from .shards import FINGERPRINT, Sample, ShardWriter, check_same, read_fingerprint
+from .shards import FINGERPRINT, MANIFEST, Sample, ShardWriter, check_same, read_fingerprint
 from .spool import Captured, capturing
 
 SETTINGS = "prepare.json"
@@ -171,7 +171,7 @@ def _capture(job: Prepare, ids: tuple[int, ...], answers: Mapping[str, Mapping[s
     if len(texts) < len(answers):
         console.print(f"{len(answers) - len(texts)} empty answers are left out.", style="yellow")
     writer: ShardWriter | None = None
-    if (job.out / FINGERPRINT).exists():
+    if (job.out / MANIFEST).exists():
         writer = ShardWriter(job.out, read_fingerprint(job.out))
     try:
         missing = {name: tokens for name, tokens in texts.items() if writer is None or name not in writer.done}

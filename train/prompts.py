@@ -127,7 +127,7 @@ class Template:
 
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(target)
-        except (OSError, ValueError) as e:
+        except Exception as e:  # transformers has many ways to say that a folder is no model
             why = " ".join(str(e).split())[:200]
             raise TrainError(f"{target}: found no tokenizer ({why}), want the target's; give a whole model.") from e
         self.target, self.thinking = target, thinking

@@ -79,7 +79,7 @@ def replay(
     inside = index < length
     labels = torch.where(inside, tokens[index.clamp(max=length - 1)], -1)
     ids, log_probs = [], []
-    for part in anchors.split(max(1, _QUERIES // size)):
+    for part in anchors.split(max(1, _QUERIES // size)) if len(anchors) else ():
         hidden = draft_blocks(drafter, target, tokens, features, part)
         best, scores = top_candidates(hidden[:, 1:].flatten(0, 1), target.lm_head, TOP)
         ids.append(best.view(len(part), size - 1, TOP))

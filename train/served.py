@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -131,6 +133,24 @@ class ServedRun:
 
     answers: tuple[Answer, ...]
     seconds: float
+
+
+@contextmanager
+def workspace(kind: str) -> Iterator[Path]:
+    """A temporary folder with ``logs`` in it. After an error only these remain, since the message names one."""
+    folder = Path(tempfile.mkdtemp(prefix=f"sglang-dflash-{kind}-"))
+    (folder / "logs").mkdir()
+    try:
+        yield folder
+    except Exception:
+        for child in folder.iterdir():
+            if child.name != "logs":
+                shutil.rmtree(child) if child.is_dir() else child.unlink()
+        raise
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+    shutil.rmtree(folder)
 
 
 @dataclass(frozen=True)

@@ -141,8 +141,7 @@ class InProcessEngine(Engine):
             quiet.addFilter(_no_handler_notice)
             self._engine = sglang.Engine(**settings, custom_sigquit_handler=_ignore)
             super().__init__(self._engine.loop)
-            self._engine.tokenizer_manager.auto_create_handle_loop()
-            self._take_signals()
+            self._loop.run_until_complete(self._take_signals())
             self._pids = [psutil.Process(pid) for pid in self._engine.get_all_child_pids()]
         except BaseException as e:
             _end_children()
@@ -155,9 +154,10 @@ class InProcessEngine(Engine):
                 "start; its own messages are above, --engine changes its settings."
             ) from e
 
-    def _take_signals(self) -> None:
+    async def _take_signals(self) -> None:
         """SGLang answers SIGTERM by draining requests while its loop runs, and a failed child by killing this process
         without a word. Here the first is the program's own affair, and the second ends in an error."""
+        self._engine.tokenizer_manager.auto_create_handle_loop()  # binds to the running loop, and sets handlers
         if not self._main:
             return
         for number in self._handlers:

@@ -72,7 +72,7 @@ class ShardWriter:
 
     def _check_fingerprint(self) -> None:
         file = self.folder / FINGERPRINT
-        if file.exists():
+        if file.exists() and (self.folder / MANIFEST).exists():  # of a folder without a shard it binds nobody
             check_same(read_fingerprint(self.folder), self.fingerprint, file, "as of the server that captures now")
         else:
             write_atomically(file, json.dumps(self.fingerprint, indent=1, sort_keys=True))

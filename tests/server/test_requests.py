@@ -321,7 +321,9 @@ def test_several_tokenizers(tmp_path):
     """They load no plugins: the scheduler refuses alone, also beside a request that wants logprobs."""
     texts = pair("dense", shared=4)
     case = texts.cases[6]
-    with Server(tmp_path, texts.target, texts.drafter, "--tokenizer-worker-num", "2") as server:
+    options = ("--tokenizer-worker-num", "2")
+    patience = {"SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "200"}  # 5 s by default: a busy machine starts none
+    with Server(tmp_path, texts.target, texts.drafter, *options, env=patience) as server:
 
         def one(i):
             if i % 2:

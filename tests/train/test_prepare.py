@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -18,7 +17,7 @@ import torch
 from sglang_dflash import demo_models
 from sglang_dflash.train.errors import TrainError
 from sglang_dflash.train.prepare import ANSWERS, Prepare, prepare, read_answers
-from sglang_dflash.train.prompts import PromptText, Template, read_prompts
+from sglang_dflash.train.prompts import Template, read_prompts
 from sglang_dflash.train.shards import Dataset
 
 COUNT, NEW = 20, 12
@@ -185,40 +184,6 @@ def test_online_capture_feeds_the_trainer_and_leaves_nothing(prepared: Path, tar
     assert all(point["loss"] > 0 for point in curve)
 
 
-def test_invariant_30_training_ids_are_serving_ids(target: Path) -> None:
-    """The chat endpoint's own path: SGLang renders the template and encodes the text without special tokens."""
-    template = Template(target, thinking=False)
-    prompt = PromptText("x", ({"role": "user", "content": "Hi <b>there</b>\n"},))
-    text = template.tokenizer.apply_chat_template(
-        list(prompt.messages), tokenize=False, add_generation_prompt=True, enable_thinking=False
-    )
-    assert template.tokens(prompt) == template.tokenizer.encode(text, add_special_tokens=False)
-    assert template.tokenizer.decode(template.tokens(prompt)) == text
-
-
-def refused(words: str, target: Path, file: Path, out: Path, **changes: Any) -> None:
-    with pytest.raises(TrainError, match=words) as error:
-        prepare(Prepare(str(target), str(file), out, **changes))
-    assert "\n" not in str(error.value)
-    assert not out.exists()
-
-
-def test_bad_prompts_are_named_by_line(target: Path, tmp_path: Path) -> None:
-    file, out = tmp_path / "p.jsonl", tmp_path / "out"
-    refused("found FileNotFoundError, want a JSONL file or one of humaneval, gsm8k", target, tmp_path / "no", out)
-    for text, words in (
-        ('{"prompt": "a"}\nnonsense\n', "p.jsonl:2: found no JSON"),
-        ('{"prompt": "a"}\n[1]\n', "p.jsonl:2: found a JSON list"),
-        ('{"prompt": ""}\n', "p.jsonl:1: prompt: found '', want a text"),
-        ('{"messages": []}\n', "p.jsonl:1: messages: want a list"),
-        ('{"id": "a", "prompt": "x"}\n{"id": "a", "prompt": "y"}\n', "p.jsonl:2: id: found 'a' twice"),
-        ("\n\n", "found no prompts"),
-        (json.dumps({"id": "long", "raw": True, "prompt": "x" * 400}), "prompt 'long': found 400 tokens, want 1..159"),
-    ):
-        file.write_text(text)
-        refused(words, target, file, out, max_length=160)
-
-
 def test_other_settings_need_another_folder(prepared: Path, target: Path, prompts: Path) -> None:
     with pytest.raises(TrainError, match=r"prepare\.json: thinking: found False, want True"):
         prepare(
@@ -241,10 +206,3 @@ def test_layer_ids_out_of_range(target: Path, prompts: Path, tmp_path: Path) -> 
     with pytest.raises(DrafterError, match="target_layer_ids"):
         prepare(Prepare(str(target), str(prompts), tmp_path / "out", layer_ids=(1, 3)))
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(("name", "count"), [("humaneval", 164), ("gsm8k", 100)])
-def test_ready_sets(name: str, count: int) -> None:
-    prompts = read_prompts(name)
-    assert len(prompts) == count
-    assert all(p.messages and p.messages[0]["content"] for p in prompts)

@@ -5,6 +5,7 @@ The target has random weights, so its texts can only be learnt by heart: the dra
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def recipe(**changes: object) -> Recipe:
             "block_size": demo_models.BLOCK_SIZE,
             "mask_token_id": demo_models.drafter_config()["dflash_config"]["mask_token_id"],
         },
-        "anchors": 48, "max_length": 112, "rows": 4, "epochs": 40, "lr": 2e-3, "dtype": "float32",
+        "anchors": 32, "max_length": 112, "rows": 6, "epochs": 45, "lr": 4e-3, "dtype": "float32",
         "log_every": 1000, "save_every": 1000, "tree_budgets": [7], "tensorboard": False,
     }  # fmt: skip
     return parse_recipe(value | changes, "test")
@@ -83,3 +84,11 @@ def make_pair(work: Path) -> Pair:
     Fit(target, [data], work / "run", recipe()).run()
     drafter = export(work / "run", work / "drafter", dtype=torch.float32)
     return Pair(target, drafter, untrained, asked, answers, texts, data, work / "run")
+
+
+def write_prompts(file: Path) -> Path:
+    """The same prompts as a prompt set."""
+    symbols = {i: symbol for symbol, i in demo_models.byte_vocabulary().items()}
+    lines = [{"id": p.id, "raw": True, "prompt": "".join(symbols[t] for t in p.token_ids)} for p in prompts()]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file

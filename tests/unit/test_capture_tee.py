@@ -128,6 +128,7 @@ def test_aborted_refused_and_vanished_requests_leave_nothing(tee: CaptureTee) ->
     wait_for(lambda: not list(tee.folder.glob("*.part")))  # no prefill is needed
     last = req("last", 2)
     run(tee, (last, 0, 2))
+    assert not tee._growing
     captured(tee, last)
 
 

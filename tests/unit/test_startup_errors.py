@@ -34,12 +34,14 @@ def test_without_a_command_line_refusals_are_exceptions(kind: type[Exception]) -
 def test_a_command_line_ends_in_one_line(
     kind: type[Exception], command_line: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    upstream = logging.getLogger("sglang.test_startup_errors")
+    upstream.setLevel(logging.INFO)
+    assert upstream.isEnabledFor(logging.INFO)
     with pytest.raises(SystemExit) as end, one_line_errors():
         raise kind("x: found a, want somewhere; fix it.")
     assert end.value.code == 2
-    logging.getLogger("sglang").info("upstream's clean-up")  # would be the last line
     assert capsys.readouterr().err == "error: x: found a, want somewhere; fix it.\n"
-    assert not logging.getLogger("sglang").isEnabledFor(logging.INFO)
+    assert not upstream.isEnabledFor(logging.INFO)  # its clean-up would have the last line
 
 
 def test_foreign_errors_keep_their_traceback(command_line: None) -> None:
