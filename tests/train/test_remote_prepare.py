@@ -146,9 +146,6 @@ def test_prepare_through_a_url_and_online_through_the_same(
 def test_servers_that_do_not_fit_are_named(
     served: tuple[Server, Path], target: Path, prompts: Path, tmp_path: Path
 ) -> None:
-    final = "server: final hidden state: found none, want one; start it with SGLANG_DFLASH_CAPTURE_FINAL=1"
-    nobody = "http://127.0.0.1:9"
-
     def refused(words: str, name: str, **changes: Any) -> None:
         with pytest.raises(TrainError, match=words) as error:
             prepare(job(served, target, prompts, tmp_path / name, **changes), Console(quiet=True))
