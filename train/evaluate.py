@@ -200,25 +200,34 @@ def replay_report(drafter: Path, target: Path, texts: Sequence[Captured], budget
 
 
 def offline_figures(replays: Sequence[Replay], budgets: Sequence[int]) -> dict[str, Any]:
-    """Pooled: decode tau (a server's walk), teacher-forced tau (every position alike), accuracy of each slot."""
+    """What `replay` says of all texts together, by ``chain`` and budget.
+
+    decode_tau: pooled over the walks a server takes. teacher_forced_tau: each text's mean over its positions, pooled
+    like decoding, tokens / (tokens / tau of the text), so that texts of unlike tau do not drown in the easy ones.
+    every_position: 1 + the plain mean over all positions, what `fit` logs; above the others where texts are unlike.
+    """
     keys = [CHAIN, *map(str, budgets)]
+    figures: dict[str, Any] = {"decode_tau": {}, "teacher_forced_tau": {}, "every_position": {}}
+    replays = [r for r in replays if len(r.complete)]
     if not replays:
-        return {"decode_tau": {}, "teacher_forced_tau": {}, "top8_streak": None, "accuracy": []}
-    complete = torch.cat([r.complete for r in replays])
-    if not bool(complete.any()):
-        complete = torch.ones_like(complete)
-
-    def mean(key: str) -> float:
-        return float(torch.cat([r.lengths[key] for r in replays])[complete].float().mean())
-
+        return figures | {"top8_streak": None, "accuracy": []}
+    for key in keys:
+        figures["decode_tau"][key] = pooled([Counts.of(r.walk(key)) for r in replays]).tau
+        forced = [1 + float(_whole(r, key).float().mean()) for r in replays]
+        tokens = [len(r.complete) for r in replays]
+        figures["teacher_forced_tau"][key] = sum(tokens) / sum(n / tau for n, tau in zip(tokens, forced, strict=True))
+        figures["every_position"][key] = 1 + float(torch.cat([_whole(r, key) for r in replays]).float().mean())
     correct = torch.cat([r.correct & r.inside for r in replays]).sum(dim=0)
     inside = torch.cat([r.inside for r in replays]).sum(dim=0).clamp(min=1)
-    return {
-        "decode_tau": {k: pooled([Counts.of(r.walk(k)) for r in replays]).tau for k in keys},
-        "teacher_forced_tau": {k: 1 + mean(k) for k in keys},
-        "top8_streak": mean(STREAK),
+    return figures | {
+        "top8_streak": float(torch.cat([_whole(r, STREAK) for r in replays]).float().mean()),
         "accuracy": (correct / inside).tolist(),
     }
+
+
+def _whole(of: Replay, key: str) -> Tensor:
+    """Lengths at the anchors whose block the text does not cut; of a text shorter than a block, all."""
+    return of.lengths[key][of.complete] if bool(of.complete.any()) else of.lengths[key]
 
 
 def lookup_report(prompts: Sequence[Prompt], answers: Sequence[Answer], drafts: int) -> dict[str, Any]:

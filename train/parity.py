@@ -113,7 +113,7 @@ def _parity(
             figures = offline_figures(replay_texts(drafter, weights, captured, budgets), budgets)
             report["tau"][name] = {
                 **{("chain" if k == "chain" else f"DDTree-8, N={k}"): v for k, v in figures["decode_tau"].items()},
-                "chain, every position": figures["teacher_forced_tau"].get("chain"),
+                "chain, teacher-forced": figures["teacher_forced_tau"].get("chain"),
             }
     return report
 

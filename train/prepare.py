@@ -36,6 +36,7 @@ from .spool import Captured, capturing
 
 SETTINGS = "prepare.json"
 _AT_ONCE = 512  # answers asked for at a time: more than a server runs, so that it is never idle
+_SPARE = 6  # tokens that SGLang keeps from a request's input (its `max_req_input_len`)
 _SYNC_S = 1.0  # answers reach the disk at least so often
 
 
@@ -81,12 +82,10 @@ def prepare(job: Prepare, console: Console | None = None) -> int:
 
 def _check_lengths(job: Prepare, context: int | None) -> None:
     context = job.engine.get("context_length", context)
-    # A text of the whole context would leave no room for the token that a capture must decode.
-    if job.max_length < 2 or (context is not None and job.max_length >= context):
-        raise TrainError(
-            f"--max-length: found {job.max_length}, want 2..{(context or 4097) - 1}, below the target's context of "
-            f"{context} tokens; correct it."
-        )
+    most = None if context is None else context - _SPARE
+    if job.max_length < 2 or (most is not None and job.max_length > most):
+        limit = "at least 2" if most is None else f"2..{most} (the target's context of {context} less {_SPARE})"
+        raise TrainError(f"--max-length: found {job.max_length}, want {limit}; correct it.")
     if job.max_new_tokens < 1:
         raise TrainError(f"--max-new-tokens: found {job.max_new_tokens}, want at least 1; correct it.")
 

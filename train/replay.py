@@ -2,7 +2,7 @@
 
 A block is drafted at every token of the answer in turn (teacher forcing), so two figures come of one pass:
 
-- **teacher-forced tau**: 1 + the mean over all those anchors. Every position weighs the same.
+- **teacher-forced tau**: 1 + the mean over all those anchors, as in training. Every position weighs the same.
 - **decode tau**: 1 + the mean over the anchors at which decoding would really have verified: the walk that goes on
   behind the accepted tokens. This is what a server counts, and on the same text the two must agree.
 """

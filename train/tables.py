@@ -29,7 +29,7 @@ def table(title: str, headings: Sequence[str], left: int = 1) -> Table:
 def show_evaluation(report: dict[str, Any], console: Console) -> None:
     """tau of every drafter and mode, acceptance by position, and each prompt."""
     runs, offline = report["runs"], {o["drafter"]: o for o in report["offline"]}
-    answers = runs[0]["answers"]
+    answers, names = runs[0]["answers"], _labels(report)
     wide = table(
         f"tau, greedy, pooled over {answers} prompts of at most {report['max_tokens']} new tokens",
         [
@@ -39,7 +39,7 @@ def show_evaluation(report: dict[str, Any], console: Console) -> None:
             "off-loop",
             "looping",
             "replayed",
-            "every position",
+            "teacher-forced",
             "verifies",
             "tokens/s",
             "same text",
@@ -49,7 +49,7 @@ def show_evaluation(report: dict[str, Any], console: Console) -> None:
     for run in runs:
         figures = offline.get(run["drafter"], {"decode_tau": {}, "teacher_forced_tau": {}})
         wide.add_row(
-            _name(run["drafter"]),
+            names[run["drafter"]],
             run["title"],
             number(run["tau"]),
             number(run["tau_off_loop"]),
@@ -70,18 +70,19 @@ def show_evaluation(report: dict[str, Any], console: Console) -> None:
     console.print(wide)
     console.print(
         f"off-loop / looping: {answers - runs[0]['looping']} / {runs[0]['looping']} answers, by whether they end in an "
-        "exact loop. replayed: the same walk, offline; it counts the last verify up to the answer's end.\nevery "
-        "position: teacher-forced, each token of the answers once. same text: compared with the first row's "
+        "exact loop. replayed: the server's walk, offline, with the last verify up to the answer's end.\n"
+        "teacher-forced: "
+        "from every token of the answers in turn, pooled by answers. same text: compared with the first row's "
         f"answers. tokens/s: {report['concurrency']} requests at once.",
         soft_wrap=True,
         highlight=False,
     )
     _show_acceptance(report, console)
-    _show_prompts(runs, console)
+    _show_prompts(runs, names, console)
 
 
 def _show_acceptance(report: dict[str, Any], console: Console) -> None:
-    runs = [r for r in report["runs"] if r["acceptance"]]
+    runs, names = [r for r in report["runs"] if r["acceptance"]], _labels(report)
     depth = max([len(r["acceptance"]) for r in runs] + [len(o["accuracy"]) for o in report["offline"]], default=0)
     wide = table(
         "Acceptance: share of verifies that accepted this position and all before it",
@@ -90,27 +91,27 @@ def _show_acceptance(report: dict[str, Any], console: Console) -> None:
     )
     for run in runs:
         values = [number(v, 2) for v in run["acceptance"]]
-        wide.add_row(_name(run["drafter"]), run["title"], *values, *["0.00"] * (depth - len(values)))
+        wide.add_row(names[run["drafter"]], run["title"], *values, *["0.00"] * (depth - len(values)))
     for figures in report["offline"]:
         wide.add_row(
-            _name(figures["drafter"]), "argmax accuracy, replayed", *(number(v, 2) for v in figures["accuracy"])
+            names[figures["drafter"]], "argmax accuracy, replayed", *(number(v, 2) for v in figures["accuracy"])
         )
     console.print(wide)
     for figures in report["offline"]:
         console.print(
-            f"{escape(_name(figures['drafter']))}: top-8 streak {number(figures['top8_streak'])} (the ceiling of every "
+            f"{names[figures['drafter']]}: top-8 streak {number(figures['top8_streak'])} (the ceiling of every "
             "width-8 tree, no tau)",
             highlight=False,
         )
 
 
-def _show_prompts(runs: list[dict[str, Any]], console: Console) -> None:
+def _show_prompts(runs: list[dict[str, Any]], names: dict[str | None, str], console: Console) -> None:
     drafting = [r for r in runs if r["tau"] is not None]
     if not drafting:
         return
     rows = len(drafting[0]["prompts"])
     several = len({r["drafter"] for r in drafting}) > 1
-    heads = [f"{_name(r['drafter'])} {r['title']}" if several else r["title"] for r in drafting]
+    heads = [f"{names[r['drafter']]} {r['title']}" if several else r["title"] for r in drafting]
     wide = table("tau of each prompt", ["prompt", "tokens", "loops", *heads])
     for i in range(min(rows, _PROMPT_ROWS)):
         of = [r["prompts"][i] for r in drafting]
@@ -125,8 +126,11 @@ def _show_prompts(runs: list[dict[str, Any]], console: Console) -> None:
         console.print(f"... and {rows - _PROMPT_ROWS} more; --out FILE writes all of them.")
 
 
-def _name(drafter: str | None) -> str:
-    return Path(drafter).name if drafter else "-"
+def _labels(report: dict[str, Any]) -> dict[str | None, str]:
+    """Each drafter's folder name, or its whole path where two are called alike."""
+    paths = list(dict.fromkeys(o["drafter"] for o in report["offline"]))
+    names = [Path(p).name for p in paths]
+    return {None: "-"} | {p: escape(n if names.count(n) == 1 else p) for p, n in zip(paths, names, strict=True)}
 
 
 def show_parity(report: dict[str, Any], console: Console) -> None:
@@ -150,7 +154,7 @@ def show_parity(report: dict[str, Any], console: Console) -> None:
     if not report["tau"]:
         return
     keys = list(next(iter(report["tau"].values())))
-    taus = table(f"tau of {_name(report['drafter'])} replayed on the same texts, features of", ["source", *keys])
+    taus = table(f"tau of {escape(report['drafter'])} replayed on the same texts, features of", ["source", *keys])
     for source_name, values in report["tau"].items():
         taus.add_row(source_name, *(number(values[k]) for k in keys))
     console.print(taus)

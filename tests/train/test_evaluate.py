@@ -84,18 +84,20 @@ def test_invariant_28_a_published_checkpoint_is_served_with_the_tau_that_the_tra
 def test_invariant_32_teacher_forced_decode_loop_and_served_tau_agree(
     pair: Pair, weights: TargetWeights, report: dict[str, Any]
 ) -> None:
-    """Served and decode-loop differ by the cut last verify alone (above). The mean over all positions also weighs easy
-    stretches by their length, so on one text it may be off by a quarter."""
-    served = {run["mode"]: run["prompts"] for run in report["runs"]}
-    close = 0
-    for i, one in enumerate(replay_texts(pair.drafter, weights, pair.texts, [BUDGET])):
-        for mode in (CHAIN, str(BUDGET)):
-            forced = 1 + float(one.lengths[mode][one.complete].float().mean())
-            decoded = Counts.of(one.walk(mode)).tau
+    """Within a tenth, pooled: they differ by the cut last verifies, and by positions that decoding skips. In every text
+    served and decode loop differ by the cut alone (above), and teacher forcing by at most a quarter in nine of ten."""
+    served = {run["mode"]: run for run in report["runs"]}
+    (offline,) = report["offline"]
+    for mode in (CHAIN, str(BUDGET)):
+        taus = served[mode]["tau"], offline["decode_tau"][mode], offline["teacher_forced_tau"][mode]
+        assert min(taus) > 2
+        assert max(taus) / min(taus) < 1.1, (mode, taus)
+        close = []
+        for one in replay_texts(pair.drafter, weights, pair.texts, [BUDGET]):
+            forced, decoded = 1 + float(one.lengths[mode][one.complete].float().mean()), Counts.of(one.walk(mode)).tau
             assert decoded is not None
-            assert served[mode][i]["tau"] == pytest.approx(decoded, rel=0.1 + 7 / len(one.walk(mode)) / decoded)
-            close += abs(forced / decoded - 1) < 0.25
-    assert close >= 0.8 * 2 * len(pair.texts)
+            close.append(abs(forced / decoded - 1) < 0.25)
+        assert sum(close) >= 0.9 * len(close)
 
 
 def test_invariant_33_greedy_speculation_writes_the_plain_text(pair: Pair, report: dict[str, Any]) -> None:
@@ -123,6 +125,15 @@ def test_the_report_is_pooled_and_shown(report: dict[str, Any]) -> None:
     text = out.getvalue()
     for words in (f"DDTree-8, N={BUDGET}", f"{tree['tau']:.3f}", "prompt lookup, 7", "top-8 streak", "p15", "16/16"):
         assert words in text, words
+
+
+def test_drafters_of_one_name_are_told_apart(report: dict[str, Any]) -> None:
+    other = json.loads(json.dumps(report).replace("/drafter", "/other/drafter"))
+    both = report | {"runs": report["runs"] + other["runs"][1:], "offline": report["offline"] + other["offline"]}
+    out = io.StringIO()
+    show_evaluation(both, Console(file=out, width=400))
+    for value in (report, other):
+        assert value["offline"][0]["drafter"] in out.getvalue()
 
 
 def test_lookup_is_reported_with_loops_apart() -> None:

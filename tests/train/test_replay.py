@@ -107,9 +107,22 @@ def test_figures_are_pooled_and_cut_blocks_do_not_count_as_positions(text) -> No
     figures = offline_figures([found, found], list(BUDGETS))
     assert figures["decode_tau"][CHAIN] == pytest.approx(Counts.of(found.walk(CHAIN)).tau)
     whole = found.lengths[CHAIN][:-2].float()  # the last two anchors have fewer than three tokens after them
-    assert figures["teacher_forced_tau"][CHAIN] == pytest.approx(1 + float(whole.mean()))
+    assert figures["every_position"][CHAIN] == pytest.approx(1 + float(whole.mean()))
+    assert figures["teacher_forced_tau"][CHAIN] == pytest.approx(1 + float(whole.mean()))  # two texts alike
     assert found.complete.tolist() == [True] * (ANSWER - 3) + [False] * 2
     assert figures["accuracy"][0] == pytest.approx(float((found.lengths[CHAIN] > 0).float().mean()))
+
+
+def test_unlike_texts_are_pooled_as_decoding_them_would() -> None:
+    def always(length: int, anchors: int) -> Replay:
+        lengths, yes = torch.full((anchors,), length), torch.ones(anchors, dtype=torch.bool)
+        slots = torch.zeros(anchors, 7, dtype=torch.bool)
+        return Replay({CHAIN: lengths, STREAK: lengths}, yes, slots, slots)
+
+    figures = offline_figures([always(7, 80), always(0, 80)], [])
+    # 10 verifies of 8 tokens and 80 of one.
+    assert figures["decode_tau"][CHAIN] == figures["teacher_forced_tau"][CHAIN] == pytest.approx(160 / 90)
+    assert figures["every_position"][CHAIN] == pytest.approx(4.5)
 
 
 def test_a_text_that_does_not_fit_its_features_is_refused(text) -> None:

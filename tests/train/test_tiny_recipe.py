@@ -70,11 +70,16 @@ def test_distributions_are_pinned_and_permissive(tmp_path):
     wheel(tmp_path, "good_one", "1.0", {"good/a.py": "x = 1\n", "good/_vendor/b.py": "y\n", "good/c.json": "{}"})
     wheel(tmp_path, "copyleft", "2.0", {"c.py": "x\n"}, licence="GPL-3.0-only")
     with tarfile.open(tmp_path / "good-one-1.0.tar.gz", "w:gz") as archive:
-        for path, text in {"PKG-INFO": "Name: good-one\n", "docs/a.rst": "Prose\n", "good/a.py": "x = 1\n"}.items():
+        for path, text in {
+            "PKG-INFO": "Name: good-one\nLicense: MIT\n",
+            "docs/a.rst": "Prose\n",
+            "good/a.py": "x = 1\n",
+        }.items():
             entry = tarfile.TarInfo(f"good-one-1.0/{path}")
             entry.size = len(text)
             archive.addfile(entry, io.BytesIO(text.encode()))
     found = sources.distribution("good-one==1.0", tmp_path)
+    assert found.licence == "MIT"
     assert dict(found.files()) == {"good/a.py": b"x = 1\n", "docs/a.rst": b"Prose\n"}, "no copies, no code twice"
     with pytest.raises(TrainError, match=r"GPL-3\.0-only"):
         sources.distribution("copyleft==2.0", tmp_path)

@@ -9,7 +9,7 @@ import sysconfig
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from email.message import Message
 from email.parser import Parser
 from pathlib import Path, PurePosixPath
@@ -65,7 +65,8 @@ def distribution(requirement: str, folder: Path) -> Source:
     found = [f for f in sorted(folder.glob("*")) if _file_names(f.name) == (_normal(name), version)]
     if found:
         parts = [_wheel(file) if file.suffix == ".whl" else _sdist(file) for file in found]
-        return _checked(name, version, parts[0][0], lambda: (item for _, files in parts for item in files()))
+        checked = [_checked(name, version, metadata, files) for metadata, files in parts]
+        return replace(checked[0], files=lambda: (item for part in checked for item in part.files()))
     try:
         installed = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
