@@ -158,7 +158,7 @@ if __name__ == "__main__":
             assert torch.equal(got.token_ids, want.token_ids) and torch.equal(got.loss_mask, want.loss_mask)
             worst = max(worst, float((got.features - want.features).abs().max()))
         Fit({target!r}, source, out / "online", settings).run()
-        left = [p.name for p in source._folder.iterdir()]
+        left = [p.name for p in source._spool.folder.iterdir()]
     print(json.dumps([len(source), worst, left]))
 """
 

@@ -217,8 +217,7 @@ def test_a_finished_conversation_tokenises_as_its_prompt_and_answer(packed, thin
 
 
 def test_pack_round_trip_and_damage(packed, tmp_path):
-    facts = json.loads((packed / "pack.json").read_text()) if (packed / "pack.json").exists() else None
-    facts = facts or json.loads((packed / "pack" / "pack.json").read_text())
+    facts = json.loads((packed / "pack" / "pack.json").read_text())
     ids = pack.read(packed / "pack", "train")
     full = chat_tokenizer(packed / "tokenizer")
     assert len(ids) == facts["splits"]["train"]["tokens"]
@@ -226,7 +225,7 @@ def test_pack_round_trip_and_damage(packed, tmp_path):
     assert full.token_to_id(MASK) not in ids, "no text has the mask token"
     assert full.token_to_id("<|im_start|>") in ids, "conversations are mixed in"
     held = full.decode(pack.read(packed / "pack", "test").tolist(), skip_special_tokens=False)
-    assert function_file("h4") in held
+    assert function_file("h4").strip() in held
     shutil.copytree(packed / "pack", tmp_path / "pack")
     (tmp_path / "pack" / "test.u16.xz").write_bytes((packed / "pack" / "validation.u16.xz").read_bytes())
     with pytest.raises(TrainError, match="sha256"):

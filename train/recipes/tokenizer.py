@@ -21,7 +21,7 @@ CONTEXT = 4096
 # A whole thought is part of the answer, and no thinking is an empty thought: the prompt of either mode and the
 # finished conversation tokenise alike.
 CHAT_TEMPLATE = (
-    "{%- for m in messages -%}<|im_start|>{{ m['role'] }}\n"
+    "{%- for m in messages -%}{{ '<|im_start|>' + m['role'] + '\n' }}"
     "{%- if m['role'] == 'assistant' and not m['content'].startswith('<think>') -%}"
     "{{ '<think>\n\n</think>\n\n' }}{%- endif -%}"
     "{{ m['content'] }}<|im_end|>{{ '\n' }}{%- endfor -%}"
