@@ -113,7 +113,7 @@ def fit(
 def evaluate(
     context: typer.Context,
     target: Target,
-    drafter: Annotated[list[Path], typer.Option(help="Repeat to compare several.")],
+    drafter: Annotated[list[Path], typer.Option(help="Its directory; repeat to compare several.")],
     prompts: Annotated[str, typer.Option(help=PROMPTS)],
     budgets: Annotated[str | None, typer.Option(help="Of ar, chain, N,...; default: chain, B-1 and 32.")] = None,
     max_tokens: Annotated[int, typer.Option(min=2, help="New tokens a prompt.")] = 512,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_dflash.drafter import read_drafter_spec
+from sglang_dflash.drafter import check_drafter, target_facts
 from sglang_dflash.drafter_config import DrafterSpec
 from sglang_dflash.provenance import target_folder
 
@@ -70,7 +70,8 @@ def evaluate(
     """
     if not prompts or not drafters:
         raise TrainError(f"eval: found {len(prompts)} prompts and {len(drafters)} drafters, want one of each at least.")
-    specs = [read_drafter_spec(d) for d in drafters]
+    facts = target_facts(target)
+    specs = [check_drafter(d, facts) for d in drafters]  # now, and not after minutes of other servers
     largest = max(s.block_size for s in specs)
     modes = parse_modes(budgets or default_budgets(largest), largest)
     if not any(m.is_tree or m.key == CHAIN for m in modes):

@@ -1,7 +1,8 @@
 """Prompt lookup: draft by copying what followed the last tokens when they last occurred. A baseline without a model.
 
-As transformers' and vLLM's n-gram drafting: the longest suffix of the text that occurred before wins, at its latest
-occurrence. A trained drafter that does not beat it on the same text proves nothing.
+As transformers' and vLLM's n-gram drafting: the longest suffix of the text that occurred before wins, here at its
+latest occurrence. Unlike theirs, the copy may run on into itself (as in LZ77): a loop of two tokens is drafted for as
+long as one likes. A trained drafter that does not beat it on the same text proves nothing.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def lookup_accepts(
         for n in range(min(longest, at), 0, -1):
             source = seen[n].get(tuple(text[at - n : at]))
             if source is not None:
-                # Only what is committed can be copied: never past ``at``.
-                for draft, truth in zip(text[source : min(source + drafts, at)], text[at:], strict=False):
+                # Past ``at`` the copy is of drafts, which equal the text as long as they are accepted.
+                for draft, truth in zip(text[source : source + drafts], text[at:], strict=False):
                     if draft != truth:
                         break
                     accepted += 1

@@ -36,7 +36,7 @@ from .spool import Captured, capturing
 
 SETTINGS = "prepare.json"
 _AT_ONCE = 512  # answers asked for at a time: more than a server runs, so that it is never idle
-_SPARE = 6  # tokens that SGLang keeps from a request's input (its `max_req_input_len`)
+_SPARE = 7  # tokens that SGLang keeps from a request's input (its `max_req_input_len`)
 _SYNC_S = 1.0  # answers reach the disk at least so often
 
 

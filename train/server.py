@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import multiprocessing
 import os
 import signal
 import threading
@@ -134,12 +135,15 @@ class InProcessEngine(Engine):
         self._main = threading.current_thread() is threading.main_thread()
         self._handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGQUIT)}
         try:
-            import sglang
+            from sglang.srt.entrypoints import engine
+
+            class Bound(engine.Engine):
+                run_scheduler_process_func = staticmethod(_scheduler)
+                run_detokenizer_process_func = staticmethod(_detokenizer)
 
             # It reports a handler of ours as an error.
-            quiet = logging.getLogger("sglang.srt.entrypoints.engine")
-            quiet.addFilter(_no_handler_notice)
-            self._engine = sglang.Engine(**settings, custom_sigquit_handler=_ignore)
+            logging.getLogger(engine.__name__).addFilter(_no_handler_notice)
+            self._engine = Bound(**settings, custom_sigquit_handler=_ignore)
             super().__init__(self._engine.loop)
             self._loop.run_until_complete(self._take_signals())
             self._pids = [psutil.Process(pid) for pid in self._engine.get_all_child_pids()]
@@ -204,6 +208,33 @@ def _output_ids(request: Request, answer: Mapping[str, Any]) -> list[int]:
         why = " ".join(str(reason.get("message")).split())[:300]
         raise TrainError(f"request {request.rid!r}: found it refused ({why}), want an answer.")
     return list(answer["output_ids"])
+
+
+def _scheduler(*args: Any, **kwargs: Any) -> Any:
+    """SGLang's process, bound to ours before it can be orphaned."""
+    _end_with_parent()
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    return run_scheduler_process(*args, **kwargs)
+
+
+def _detokenizer(*args: Any, **kwargs: Any) -> Any:
+    """Likewise."""
+    _end_with_parent()
+    from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
+
+    return run_detokenizer_process(*args, **kwargs)
+
+
+def _end_with_parent() -> None:
+    """SGLang's processes ask the kernel to end them with their parent, but seconds after their start: a parent that
+    was killed before leaves them for ever. So look whether it is still there."""
+    from sglang.srt.utils import kill_itself_when_parent_died
+
+    kill_itself_when_parent_died()
+    parent = multiprocessing.parent_process()
+    if parent is None or os.getppid() != parent.pid:
+        os._exit(1)
 
 
 def _ignore(*_: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ import torch
 from rich.console import Console
 from trained_pair import NEW_TOKENS, Pair, make_pair, write_prompts
 
+from sglang_dflash import demo_models
+from sglang_dflash.drafter_config import DrafterError
 from sglang_dflash.train import cli
 from sglang_dflash.train.errors import TrainError
-from sglang_dflash.train.evaluate import default_budgets, lookup_report, offline_figures, replay_texts
+from sglang_dflash.train.evaluate import default_budgets, evaluate, lookup_report, offline_figures, replay_texts
 from sglang_dflash.train.replay import CHAIN
 from sglang_dflash.train.served import Answer, Counts, Mode, Prompt, parse_modes
 from sglang_dflash.train.tables import show_evaluation
@@ -144,6 +147,16 @@ def test_lookup_is_reported_with_loops_apart() -> None:
     assert figures["tau_off_loop"] == 1.0
     assert figures["tau_looping"] > 4
     assert 1.0 < figures["tau"] < figures["tau_looping"]
+
+
+def test_a_drafter_that_does_not_fit_is_refused_before_a_server_starts(tmp_path: Path) -> None:
+    target, drafter = demo_models.write(tmp_path)
+    config = json.loads((drafter / "config.json").read_text())
+    (drafter / "config.json").write_text(json.dumps(config | {"num_target_layers": 9}))
+    with pytest.raises(DrafterError, match="num_target_layers: found 9, wanted 4"):
+        evaluate(str(target), [drafter], [Prompt("a", (1, 2))])
+    with pytest.raises(TrainError, match="found 0 prompts and 1 drafters"):
+        evaluate(str(target), [drafter], [])
 
 
 def test_budgets_are_checked() -> None:

@@ -23,7 +23,8 @@ def naive_accepts(prompt: list[int], answer: list[int], drafts: int, longest: in
         for n in range(min(longest, at - 1), 0, -1):
             ends = [end for end in range(n, at) if text[end - n : end] == text[at - n : at]]
             if ends:
-                draft = text[max(ends) : at][:drafts]
+                while len(draft) < drafts:
+                    draft.append((text[:at] + draft)[max(ends) + len(draft)])
                 break
         accepted = 0
         while accepted < len(draft) and at + accepted < len(text) and draft[accepted] == text[at + accepted]:
@@ -49,6 +50,9 @@ def test_lookup_by_hand() -> None:
     # The longer suffix wins over a later shorter one.
     assert lookup_accepts([1, 2, 5, 9, 2, 6, 1], [2, 5, 9], drafts=2) == [2]
     assert lookup_accepts([1], [2]) == []
+    # Through the copy itself: 4 5 4 5 ... from one 4 5 4.
+    assert lookup_accepts([4, 5], [4, 5, 4, 5, 4, 5, 4, 6], drafts=9) == [6]
+    assert lookup_accepts([4, 5], [4, 5, 4, 5, 4, 5, 4, 6], drafts=4) == [4, 1]
 
 
 def test_counts_are_pooled() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -16,7 +18,7 @@ import torch
 
 from sglang_dflash import demo_models
 from sglang_dflash.train.errors import TrainError
-from sglang_dflash.train.prepare import ANSWERS, Prepare, prepare, read_answers
+from sglang_dflash.train.prepare import ANSWERS, SETTINGS, Prepare, prepare, read_answers
 from sglang_dflash.train.prompts import Template, read_prompts
 from sglang_dflash.train.shards import Dataset
 
@@ -24,7 +26,9 @@ COUNT, NEW = 20, 12
 PROGRAM = """
 import sys
 from pathlib import Path
+from sglang_dflash.train import spool
 from sglang_dflash.train.prepare import Prepare, prepare
+spool.MEMORY = Path({memory!r})
 if __name__ == "__main__":
     job = Prepare({target!r}, {prompts!r}, Path({out!r}), layer_ids=(1, 2), max_length=160, final=True,
                   max_new_tokens={new})
@@ -33,11 +37,40 @@ if __name__ == "__main__":
 
 
 def start(target: Path, prompts: Path, out: Path, work: Path) -> subprocess.Popen[str]:
-    file = work / f"{out.name}.py"
-    file.write_text(PROGRAM.format(target=str(target), prompts=str(prompts), out=str(out), new=NEW))
-    log = (work / f"{out.name}.log").open("a")
+    """A prepare in a process group of its own; its spool is in ``work / "memory"``."""
+    file, memory = work / f"{out.name}.py", work / "memory"
+    memory.mkdir(exist_ok=True)
+    values = {"target": str(target), "prompts": str(prompts), "out": str(out), "memory": str(memory)}
+    file.write_text(PROGRAM.format(**values, new=NEW))
+    return run(file, (work / f"{out.name}.log"))
+
+
+def run(file: Path, log: Path, *arguments: str) -> subprocess.Popen[str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_")}
-    return subprocess.Popen([sys.executable, str(file)], stdout=log, stderr=log, text=True, env=environment)
+    with log.open("a") as out:
+        return subprocess.Popen(
+            [sys.executable, str(file), *arguments],
+            stdout=out, stderr=out, text=True, env=environment, start_new_session=True,
+        )  # fmt: skip
+
+
+def wait_until(what: Callable[[], object], process: subprocess.Popen[str], log: Path) -> None:
+    deadline = time.monotonic() + 400
+    while not what():
+        assert time.monotonic() < deadline, log.read_text()[-3000:]
+        assert process.poll() is None, log.read_text()[-3000:]
+        time.sleep(0.05)
+
+
+def engines(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def check_gone(processes: list[psutil.Process]) -> None:
+    deadline = time.monotonic() + 90  # one that is just starting looks for its parent when it has its imports
+    while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
+        assert time.monotonic() < deadline, "an engine outlived its trainer"
+        time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +90,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prepared(target: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = tmp_path_factory.mktemp("prepared")
     process = start(target, prompts, work / "data", work)
-    assert process.wait(300) == 0, (work / "data.log").read_text()[-3000:]
+    assert process.wait(500) == 0, (work / "data.log").read_text()[-3000:]
     return work / "data"
 
 
@@ -115,26 +148,91 @@ def test_a_kill_at_any_moment_and_a_resume_lose_nothing(
     out = tmp_path / "data"
     for marker in (ANSWERS, "fingerprint.json"):
         process = start(target, prompts, out, tmp_path)
-        deadline = time.monotonic() + 200
-        while not (out / marker).exists():
-            assert time.monotonic() < deadline
-            assert process.poll() is None, (tmp_path / "data.log").read_text()[-3000:]
-            time.sleep(0.05)
-        engines = psutil.Process(process.pid).children(recursive=True)
+        wait_until((out / marker).exists, process, tmp_path / "data.log")
+        running = engines(process)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        deadline = time.monotonic() + 20
-        while any(e.is_running() and e.status() != psutil.STATUS_ZOMBIE for e in engines):
-            assert time.monotonic() < deadline, "an engine outlived its trainer"
-            time.sleep(0.1)
+        check_gone(running)
     process = start(target, prompts, out, tmp_path)
-    assert process.wait(300) == 0, (tmp_path / "data.log").read_text()[-3000:]
+    assert process.wait(500) == 0, (tmp_path / "data.log").read_text()[-3000:]
+    assert not list((tmp_path / "memory").iterdir()), "the spool of a killed run stayed"
     assert (out / ANSWERS).read_text().count("\n") == COUNT
     got, wanted = ({s.id: s for s in Dataset(folder)} for folder in (out, prepared))
     assert sorted(got) == sorted(wanted)
     for name, sample in got.items():
         assert torch.equal(sample.token_ids, wanted[name].token_ids)
         assert torch.allclose(sample.features, wanted[name].features, atol=1e-4)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_capture_leaves_no_engine(
+    target: Path, prompts: Path, prepared: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    """Ctrl-C as a terminal sends it, to the whole group; SIGTERM to the one process, as its default action."""
+    out, log, memory = tmp_path / "data", tmp_path / "data.log", tmp_path / "memory"
+    out.mkdir()
+    for name in (ANSWERS, SETTINGS):
+        shutil.copy(prepared / name, out / name)
+    process = start(target, prompts, out, tmp_path)
+    wait_until(lambda: list(memory.glob("*/captured")) and len(engines(process)) > 2, process, log)
+    time.sleep(3 if number == signal.SIGINT else 0)
+    running = engines(process)
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)
+        assert process.wait(90) != 0
+        assert not list(memory.iterdir()), "the spool stayed"
+    else:
+        process.send_signal(number)
+        assert process.wait(90) == -number
+    check_gone(running)
+    assert not list(out.glob("shard-*"))
+
+
+ENGINE = """
+import signal, sys
+import psutil
+from sglang_dflash.train.errors import TrainError
+from sglang_dflash.train.server import Request, answering
+def scheduler():
+    return next(p for p in psutil.Process().children(recursive=True) if "sglang::schedul" in p.name())
+def alive():
+    children = psutil.Process().children(recursive=True)
+    return [p.name() for p in children if p.status() != "zombie" and "resource_tracker" not in " ".join(p.cmdline())]
+if __name__ == "__main__":
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGQUIT)
+    try:
+        with answering(sys.argv[1], 1500, None, {}) as engine:
+            assert signal.getsignal(signal.SIGTERM) == before[0]
+            jobs = [Request(f"r{n}", [1, 2, 3], {"max_new_tokens": n, "ignore_eos": True}) for n in (2, 1400)]
+            answers = engine.stream(jobs, 10)
+            assert len(next(answers)[1]) == 2
+            scheduler().kill()
+            next(answers)
+    except TrainError as e:
+        print("A", e)
+    print("B", alive())
+    try:
+        with answering(sys.argv[1], 1500, None, {"max_total_tokens": 1}):
+            pass
+    except TrainError as e:
+        print("C", e)
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGQUIT)) == before
+    print("D", alive())
+"""
+
+
+def test_an_engine_that_dies_or_never_starts_is_an_error_and_leaves_nothing(target: Path, tmp_path: Path) -> None:
+    """SGLang's own answer to a failed child would be to kill this process, without a word."""
+    (tmp_path / "engine.py").write_text(ENGINE)
+    process = run(tmp_path / "engine.py", tmp_path / "log", str(target))
+    status = process.wait(500)
+    text = (tmp_path / "log").read_text()
+    assert status == 0, text[-3000:]
+    said = dict(line.split(" ", 1) for line in text.splitlines() if line[:2] in ("A ", "B ", "C ", "D "))
+    assert "found its process" in said["A"]
+    assert "dead, want it to answer" in said["A"]
+    assert "found RuntimeError at its start (Rank 0 scheduler died" in said["C"]
+    assert said["B"] == said["D"] == "[]"
 
 
 ONLINE = """
@@ -173,7 +271,7 @@ def test_online_capture_feeds_the_trainer_and_leaves_nothing(prepared: Path, tar
     )
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_")}
     done = subprocess.run(
-        [sys.executable, str(file)], capture_output=True, text=True, env=environment, timeout=300, check=False
+        [sys.executable, str(file)], capture_output=True, text=True, env=environment, timeout=500, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     count, worst, left = json.loads(done.stdout.splitlines()[-1])

@@ -285,8 +285,8 @@ def test_prepare_json_and_answers_that_are_damaged_are_named(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"max_length": 1}, r"--max-length: found 1, want 2\.\.2042 "),
-        ({"max_length": 2043}, r"--max-length: found 2043, want 2\.\.2042 "),
+        ({"max_length": 1}, r"--max-length: found 1, want 2\.\.2041 "),
+        ({"max_length": 2042}, r"--max-length: found 2042, want 2\.\.2041 "),
         ({"max_new_tokens": 0}, "--max-new-tokens: found 0, want at least 1"),
     ],
 )

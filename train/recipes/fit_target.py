@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -79,11 +79,10 @@ def mean_loss(
         raise TrainError(f"held-out text: found {len(tokens)} tokens, want more than {length}; hold out more.")
     starts = torch.linspace(0, len(tokens) - 1 - length, count).long() if most else torch.arange(count) * length
     steps, total = torch.arange(length + 1, device=tokens.device), 0.0
-    model.eval()
-    for part in starts.split(rows):
-        batch = tokens[part.to(tokens.device).unsqueeze(1) + steps].long()
-        total += float(token_losses(model, batch, autocast).double().sum())
-    model.train()
+    with eager_layers(model):
+        for part in starts.split(rows):
+            batch = tokens[part.to(tokens.device).unsqueeze(1) + steps].long()
+            total += float(token_losses(model, batch, autocast).double().sum())
     return total / (count * length)
 
 
@@ -103,8 +102,8 @@ def fit(folder: Path, settings: Settings, out: Path, seconds: float, device: str
         split: torch.from_numpy(pack.read(folder, split).astype("int32")).to(device)
         for split in ("train", "validation", "test")
     }
-    facts = pack_facts(folder, settings)
-    model: Any = target.build(shape, settings.vocab_size, facts["end_of_text"]).to(device)
+    packed = pack_facts(folder, settings)
+    model: Any = target.build(shape, settings.vocab_size, packed["end_of_text"]).to(device)
     parameters = sum(p.numel() for p in model.parameters())
     autocast: Any = torch.autocast("cuda", dtype=torch.bfloat16) if on_gpu else nullcontext()
     batches = windows(splits["train"], how.length, how.rows, seed=1)
@@ -117,6 +116,12 @@ def fit(folder: Path, settings: Settings, out: Path, seconds: float, device: str
         flush=True,
     )
 
+    facts = packed | {
+        "parameters": parameters,
+        "fit": asdict(how),
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "torch": torch.__version__,
+    }
     best, bad, step, curve = math.inf, 0, 0, []
     weights: dict[str, Tensor] = {}
     start = evaluated = time.monotonic()
@@ -128,9 +133,7 @@ def fit(folder: Path, settings: Settings, out: Path, seconds: float, device: str
         if over or time.monotonic() - evaluated >= how.eval_seconds:
             # What was queued is waited for here, so the clock is right.
             mean = float(running) / max(1, since)
-            loss = mean_loss(
-                model, splits["validation"], how.length, how.rows, autocast, None if over else how.eval_rows
-            )
+            loss = mean_loss(model, splits["validation"], how.length, how.rows, autocast, how.eval_rows)
             elapsed = time.monotonic() - start
             tokens = step * how.rows * how.length
             curve.append(
@@ -149,6 +152,8 @@ def fit(folder: Path, settings: Settings, out: Path, seconds: float, device: str
             if loss < best:
                 best, bad = loss, 0
                 weights = {n: p.detach().to("cpu", torch.float32, copy=True) for n, p in model.state_dict().items()}
+                # At once: a machine that is lent may go before the time is over.
+                target.write(out, shape, settings.vocab_size, weights, folder, facts | {"curve": curve})
             else:
                 bad += 1
             if over or bad >= _PATIENCE:
@@ -171,10 +176,6 @@ def fit(folder: Path, settings: Settings, out: Path, seconds: float, device: str
 
     model.load_state_dict(weights)
     facts |= {
-        "parameters": parameters,
-        "fit": asdict(how),
-        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
-        "torch": torch.__version__,
         "seconds": round(time.monotonic() - start, 1),
         "steps": step,
         "tokens_seen": step * how.rows * how.length,
@@ -211,16 +212,29 @@ def compile_layers(model: Any, batch: Tensor, autocast: Any) -> bool:
 
     Only the layers: their many small fp32 operations are what fusing saves; the rest is matrix products.
     """
-    eager = [layer.forward for layer in model.model.layers]
     for layer in model.model.layers:
         layer.forward = torch.compile(layer.forward, dynamic=False)
     try:
         token_losses(model, batch, autocast).mean().backward()
-    except Exception as e:  # whatever the compiler meets: this run's hours on the GPU are not worth its reasons
+    except Exception as e:  # whatever the compiler meets: a slower run is better than none on a machine that is lent
         print(f"layers stay eager, torch.compile: {type(e).__name__}: {str(e)[:300]}", flush=True)
-        for layer, forward in zip(model.model.layers, eager, strict=True):
-            layer.forward = forward
-        model.zero_grad(set_to_none=True)
+        for layer in model.model.layers:
+            del layer.forward
         return False
-    model.zero_grad(set_to_none=True)
+    finally:
+        model.zero_grad(set_to_none=True)
     return True
+
+
+@contextmanager
+def eager_layers(model: Any) -> Iterator[None]:
+    """Evaluation runs the layers as they are: without gradients, or for another number of rows, a compiled layer
+    would be compiled once more, and that costs more than every evaluation together."""
+    compiled = {layer: layer.__dict__.pop("forward") for layer in model.model.layers if "forward" in layer.__dict__}
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()
+        for layer, forward in compiled.items():
+            layer.forward = forward
