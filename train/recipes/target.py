@@ -35,7 +35,7 @@ def config(shape: TargetShape, vocab_size: int, eos: int) -> dict[str, Any]:
         "dtype": "bfloat16",
         "vocab_size": vocab_size,
         **asdict(shape),
-        "full_interval": FULL_ATTENTION_INTERVAL,
+        "full_attention_interval": FULL_ATTENTION_INTERVAL,
         "layer_types": layer_types * (shape.num_hidden_layers // FULL_ATTENTION_INTERVAL),
         "attn_output_gate": True,
         "linear_conv_kernel_dim": 4,
