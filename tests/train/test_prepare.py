@@ -161,7 +161,7 @@ def test_a_kill_at_any_moment_and_a_resume_lose_nothing(
     assert sorted(got) == sorted(wanted)
     for name, sample in got.items():
         assert torch.equal(sample.token_ids, wanted[name].token_ids)
-        assert torch.allclose(sample.features, wanted[name].features, atol=1e-4)
+        assert torch.allclose(sample.features, wanted[name].features, rtol=1e-4, atol=3e-3)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

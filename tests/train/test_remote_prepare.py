@@ -139,7 +139,8 @@ def test_prepare_through_a_url_and_online_through_the_same(
     with online(str(target), tmp_path, IDS, url=server.url, folder=folder) as source:
         for got in source.fetch(range(len(source))):
             assert got.token_ids.tolist() == data[got.id].token_ids.tolist()
-            assert (got.features - data[got.id].features).abs().max() < 1e-4
+            wanted = data[got.id].features  # batched otherwise, so equal up to fp32's rounding
+            assert (got.features - wanted).abs().max() < 1e-4 * wanted.abs().max()
     assert not list(folder.iterdir())
 
 
