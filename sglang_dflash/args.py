@@ -321,7 +321,7 @@ def resolve_pipeline(original: Callable, server_args: Any) -> None:
             )
         original(server_args)
         check_capture(cfg, tree=wants_tree(cfg))
-        only_warns()
+        only_warns()  # raises on a value that says neither, also where no drafter has a provenance
 
 
 def handle_dflash(original: Callable, server_args: Any) -> None:
@@ -340,7 +340,7 @@ def handle_dflash(original: Callable, server_args: Any) -> None:
         # Dummy weights are made up by the loader: there is no file to check.
         tensors=(cfg.speculative_draft_load_format or cfg.load_format) != "dummy",
     )
-    accepted_provenance(drafter_path(cfg), of_files(model_config, cfg, spec.target_layer_ids))
+    accepted_provenance(drafter_path(cfg), lambda: of_files(model_config, cfg, spec.target_layer_ids))
     for warning in spec.warnings:
         logger.warning(warning)
     if (requests := default_requests(cfg)) is not None:

@@ -19,6 +19,7 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from sglang_dflash.config import SettingError
 
 if TYPE_CHECKING:
     from sglang_dflash.capture_tee import CaptureTee
+    from sglang_dflash.provenance import Fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -80,9 +82,9 @@ def check_capture(cfg: Any, *, tree: bool) -> None:
         )
 
 
-def start_capture(cfg: Any, model: Any, about: dict[str, Any]) -> CaptureTee | None:
+def start_capture(cfg: Any, model: Any, fingerprint: Callable[[], Fingerprint]) -> CaptureTee | None:
     """The tee of this server, or None when it does not capture. ``cfg``: resolved arguments that passed
-    ``check_capture``; ``about``: the server's fingerprint as JSON. Raises SettingError."""
+    ``check_capture``; ``fingerprint``: of the server. Raises SettingError."""
     folder = capture_folder()
     if folder is None:
         return None
@@ -96,6 +98,7 @@ def start_capture(cfg: Any, model: Any, about: dict[str, Any]) -> CaptureTee | N
             raise SettingError(
                 f"{FINAL}=1: found no final norm at model.norm in {type(model).__name__}, want one; unset it."
             ) from None
+    about = fingerprint().to_json()
     metadata = {"fingerprint": json.dumps(about, sort_keys=True), "layer_ids": json.dumps(about["layer_ids"])}
     logger.info("Capture: requests whose rid begins with %r are written to %s.", PREFIX, folder)
     graphs = cfg.cuda_graph_config.prefill.backend != "disabled"

@@ -175,7 +175,7 @@ class _ConfigReader:
             rope_theta=self._rope_theta(head_dim),
             layer_types=layer_types,
             sliding_window=sliding_window,
-            rms_norm_eps=float(self.config.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=self._rms_norm_eps(),
             warnings=tuple(self.warnings),
         )
 
@@ -202,6 +202,13 @@ class _ConfigReader:
             found = "nothing" if value is None else repr(value)
             raise self._refuse(key, found, "a positive integer", "write it: a library's default would be used instead")
         return int(value)
+
+    def _rms_norm_eps(self) -> float:
+        """Left out, it is what the server takes, too (``models/dflash.py``)."""
+        value = self.config.get("rms_norm_eps", 1e-6)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
+            raise self._refuse("rms_norm_eps", repr(value), "a small positive number", "write the trained one")
+        return float(value)
 
     def _check_kind(self) -> None:
         names = self.config.get("architectures")

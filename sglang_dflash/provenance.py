@@ -5,10 +5,10 @@ compares the drafter's with its own:
 
 - **refused**: other layer ids, or another target (its config or weights), tokenizer or chat template. Such a drafter
   loads, and then drafts for features or a text that this server never sees: tau falls towards 1, nothing says why.
-- **warned about**: SGLang's version, kernels, dtypes, quantisation. They move hidden states by rounding (cosine above
-  0.9999 was measured between fla and torch), which costs a little acceptance and never correctness: the target
-  verifies every token. Quantised files hold other bytes, so under another quantisation the weights, too, only warn;
-  so does a field that either side does not know.
+- **warned about**: SGLang's version, kernels, dtypes, quantisation. They move hidden states by rounding (how far, says
+  `python -m sglang_dflash.train parity`), which costs a little acceptance and never correctness: the target verifies
+  every token. Quantised files hold other bytes, so under another quantisation the weights, too, only warn; so does a
+  field that either side does not know.
 - **not compared**: the thinking flag. Every request chooses it, so a server has none; the drafter's is logged.
 
 ``SGLANG_DFLASH_PROVENANCE=warn`` turns refusals into warnings.
@@ -16,12 +16,10 @@ compares the drafter's with its own:
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -85,10 +83,6 @@ class Fingerprint:
                 raise refuse(where, name, found, wanted, "export the drafter again")
         return cls(**value | {"layer_ids": tuple(value["layer_ids"])})
 
-    def digest(self) -> str:
-        """16 hex digits that name this fingerprint."""
-        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:16]
-
     def differing(self, other: Fingerprint) -> list[str]:
         """Names of the fields in which ``other`` differs, the thinking flag left out."""
         mine, theirs = self.to_json(), other.to_json()
@@ -127,9 +121,10 @@ def only_warns() -> bool:
     return value == "warn"
 
 
-def accepted_provenance(drafter: str | Path, server: Fingerprint) -> Fingerprint | None:
+def accepted_provenance(drafter: str | Path, server: Callable[[], Fingerprint]) -> Fingerprint | None:
     """``read_provenance``, refused with a DrafterError if ``server`` must not serve it. What the server does not know
-    yet may be UNKNOWN: at the command line that is what it will run, but not its target."""
+    yet may be UNKNOWN: at the command line that is what it will run, but not its target. ``server`` is called only
+    where there is something to compare: it hashes the target's files."""
     file, warn = Path(drafter) / FILE, only_warns()
     try:
         trained = read_provenance(drafter)
@@ -138,26 +133,29 @@ def accepted_provenance(drafter: str | Path, server: Fingerprint) -> Fingerprint
             raise
         logger.warning("Drafter provenance: %s", error)
         return None
-    must = [] if trained is None else trained.refusable(server)
-    if trained is not None and must and not warn:
+    if trained is None:
+        return None
+    here = server()
+    must = trained.refusable(here)
+    if must and not warn:
         name = must[0]
         others = f" ({', '.join(must[1:])} differ too)" if must[1:] else ""
         raise refuse(
             file,
             name,
             f"trained with {getattr(trained, name)}",
-            f"{getattr(server, name)} as served here{others}",
+            f"{getattr(here, name)} as served here{others}",
             f"serve what it was trained for, or {SWITCH}=warn",
         )
     return trained
 
 
-def check_provenance(drafter: str | Path, server: Fingerprint) -> None:
+def check_provenance(drafter: str | Path, server: Callable[[], Fingerprint]) -> None:
     """Compare at start-up: log what differs, raise DrafterError for what must not. One line for no provenance."""
     if not (Path(drafter) / FILE).exists():
         logger.info("Drafter provenance: unknown (no %s in %s).", FILE, drafter)
     elif (trained := accepted_provenance(drafter, server)) is not None:
-        for line in trained.differences(server):
+        for line in trained.differences(server()):
             logger.warning("Drafter provenance: %s.", line)
         logger.info("Drafter provenance: read; trained with thinking %s.", trained.thinking)
 

@@ -17,6 +17,9 @@ from typing import Any
 import httpx
 
 START_TIMEOUT_S = 600.0
+#: The CPU platform and one thread a process. SGLang keeps fp32 convolution states only if told; its bf16 default moves
+#: the text.
+CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "SGLANG_MAMBA_CONV_DTYPE": "float32"}
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -26,12 +29,7 @@ class ServerError(RuntimeError):
 
 def server_environment(on_gpu: bool) -> dict[str, str]:
     """The environment of a server; on a CPU it asks for the CPU platform and one thread a process."""
-    environment = dict(os.environ)
-    if not on_gpu:
-        environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
-        # SGLang keeps fp32 convolution state only if told; its bf16 default moves the text.
-        environment |= {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
-    return environment
+    return dict(os.environ) | ({} if on_gpu else CPU_ENVIRONMENT)
 
 
 def cache_problem(environment: Mapping[str, str]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -116,10 +117,11 @@ class DDTreeWorker(DFlashWorkerV2):
         """Compare the drafter's training with this server, and start the capture tee if one was asked for."""
         view = resolving_view(self.server_args)
         drafter = drafter_path(view)
-        server = of_server(self.model_runner, view, read_drafter_spec(drafter).target_layer_ids)
+        layer_ids = read_drafter_spec(drafter).target_layer_ids
+        server = functools.cache(lambda: of_server(self.model_runner, view, layer_ids))  # hashes: only if asked for
         check_provenance(drafter, server)
         if get_parallel().tp_rank == 0:
-            self._capture = start_capture(view, self.model_runner.model, server.to_json())
+            self._capture = start_capture(view, self.model_runner.model, server)
 
     def _check_graphs(self) -> None:
         """A captured width or batch that would fall back to eager is an error at start-up."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 from .errors import TrainError
 from .shards import Sample
 from .source import Source
+
+_COPIERS = 4
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,8 @@ class Batches:
         self._epoch = -1
         self._packed: list[list[list[int]]] = []
         self._probe: Sample | None = None
+        # Copies of megabytes, for which torch lets go of the interpreter.
+        self._copiers = ThreadPoolExecutor(_COPIERS, thread_name_prefix="batches-copy")
         # Another order packs into another number of batches, so every epoch has its own.
         self.per_epoch = [self._steps(epoch) for epoch in range(epochs)]
 
@@ -124,7 +129,8 @@ class Batches:
         token_ids = torch.zeros(shape, dtype=torch.int64, pin_memory=pin)
         loss_mask = torch.zeros(shape, dtype=torch.bool, pin_memory=pin)
         documents = torch.full(shape, -1, dtype=torch.int64, pin_memory=pin)
-        for r in range(self.rows):
+
+        def fill(r: int) -> None:
             at = 0
             for d, sample in enumerate(rows[r] if r < len(rows) else []):
                 check_mask_token(sample, self.mask_token_id)
@@ -138,6 +144,8 @@ class Batches:
             features[r, at:].zero_()
             if final is not None:
                 final[r, at:].zero_()
+
+        list(self._copiers.map(fill, range(self.rows)))
         return Batch(features, token_ids, loss_mask, documents, final)
 
     def stream(self, epoch: int, step: int, *, ahead: int = 4, pin: bool = False) -> Iterator[Batch]:

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
+from .disk import write_atomically
 from .errors import TrainError
-from .shards import write_atomically
 
 STATE = "state.json"
 KEEP = 2

@@ -154,11 +154,12 @@ def capture_answers(
     pairs = [(p, a) for p, a in zip(prompts, answers, strict=True) if len(a.token_ids) > 1]
     tokens = sum(len(p.token_ids) + len(a.token_ids) for p, a in pairs)
     check_space(folder, tokens * len(spec.target_layer_ids) * spec.hidden_size * 4)
-    captured = []
-    for number, (prompt, answer) in enumerate(pairs):
-        tensors = client.capture(f"eval-{number}", [*prompt.token_ids, *answer.token_ids])
-        captured.append(Captured(tensors["token_ids"], tensors["features"], len(prompt.token_ids)))
-    return captured
+    texts = {f"eval-{i}": [*p.token_ids, *a.token_ids] for i, (p, a) in enumerate(pairs)}
+    captured = dict(client.capture(texts))
+    return [
+        Captured(captured[name].token_ids, captured[name].features, len(prompt.token_ids))
+        for name, (prompt, _) in zip(texts, pairs, strict=True)
+    ]
 
 
 def capture_with(

@@ -19,7 +19,7 @@ from sglang_dflash.drafter_config import DrafterSpec, check_against_target, spec
 from sglang_dflash.drafter_tensors import check_tensors, expected_shapes
 from sglang_dflash.provenance import FILE as PROVENANCE
 
-from .checkpoint import checkpoints, read_state
+from .checkpoint import checkpoints
 from .errors import TrainError
 from .fit import load_spec
 
@@ -109,9 +109,3 @@ def export(run: str | Path, out: str | Path, *, dtype: torch.dtype = torch.bfloa
     result = write_drafter(out, spec, weights, facts.vocab_size, provenance, dtype)
     check_against_target(spec_from_dir(result), facts)
     return result
-
-
-def last_step(run: str | Path) -> int:
-    """The step of the run's last checkpoint, 0 without one."""
-    saved = checkpoints(Path(run))
-    return int(read_state(saved[-1])["step"]) if saved else 0

@@ -31,11 +31,12 @@ from sglang_dflash.provenance import hash_weights
 
 from .batches import Batch, Batches, check_mask_token
 from .checkpoint import checkpoints, load_checkpoint, read_state, save_checkpoint
+from .disk import write_atomically
 from .drafter_model import Drafter
 from .errors import TrainError
 from .metrics import Tally
 from .recipe import Recipe, drafter_spec
-from .shards import Dataset, check_sample, write_atomically
+from .shards import Dataset, check_sample
 from .source import Source
 from .step import draft_hidden, loss_of, plan_drafts, tally_trees
 from .target_weights import TargetWeights, load_target_weights

@@ -22,19 +22,16 @@ from torch.nn.functional import cosine_similarity
 
 from sglang_dflash.drafter import read_drafter_spec, target_facts
 from sglang_dflash.drafter_config import DrafterSpec, TargetFacts, check_against_target
-from sglang_dflash.drafter_tensors import expected_shapes
 from sglang_dflash.provenance import target_folder
 
 from .errors import TrainError
 from .evaluate import Captured, offline_figures, replay_texts
-from .export import write_drafter
 from .hf_states import missing_packages
+from .probe import BLOCK, write_probe
 from .served import Client, Mode, Prompt, Serving, workspace
 from .target_weights import load_target_weights
 
 SERVER, WITH_FLA, TORCH = "server", "transformers with fla", "transformers, torch"
-_BLOCK = 8
-_HEADS, _HEAD_DIM = 4, 64
 
 
 def parity(
@@ -80,9 +77,9 @@ def _parity(
         tokens=max(len(p.token_ids) for p in prompts) + max_tokens,
         extra=server_flags,
     )
-    probe = write_probe(folder / "probe", facts, torch.float32 if not serving.on_gpu else torch.bfloat16)
+    probe = write_probe(folder / "probe", facts, tuple(range(facts.num_hidden_layers - 1)))
     (spool := folder / "capture").mkdir()
-    with serving.start(Mode(str(_BLOCK - 1)), probe, say, capture_into=spool, final=True) as client:
+    with serving.start(Mode(str(BLOCK - 1)), probe, say, capture_into=spool, final=True) as client:
         texts, starts, states = server_states(client, prompts, max_tokens, facts)
         fingerprint = client.fingerprint
     report: dict[str, Any] = {
@@ -118,34 +115,6 @@ def _parity(
     return report
 
 
-def write_probe(out: Path, facts: TargetFacts, dtype: torch.dtype) -> Path:
-    """A drafter that conditions on every layer but the last and drafts nothing of use: all its matrices are zero."""
-    spec = DrafterSpec(
-        path=str(out),
-        block_size=_BLOCK,
-        mask_token_id=facts.vocab_size - 1,
-        target_layer_ids=tuple(range(facts.num_hidden_layers - 1)),
-        num_layers=1,
-        hidden_size=facts.hidden_size,
-        intermediate_size=_HEADS * _HEAD_DIM,
-        num_heads=_HEADS,
-        num_kv_heads=_HEADS,
-        head_dim=_HEAD_DIM,
-        attention_bias=False,
-        attention_sink_bias=False,
-        num_target_layers=facts.num_hidden_layers,
-        max_position_embeddings=facts.context_len or 32768,
-        rope_theta=10000.0,
-        layer_types=None,
-        sliding_window=None,
-    )
-    weights = {
-        name: torch.ones(shape) if len(shape) == 1 else torch.zeros(shape, dtype=dtype)
-        for name, shape in expected_shapes(spec).items()
-    }
-    return write_drafter(out, spec, weights, facts.vocab_size, dtype=dtype)
-
-
 def server_states(
     client: Client, prompts: Sequence[Prompt], max_tokens: int, facts: TargetFacts
 ) -> tuple[list[list[int]], list[int], list[Tensor]]:
@@ -156,9 +125,10 @@ def server_states(
         if len(answer) < 2:
             continue  # nothing to verify in it
         text = [*prompt.token_ids, *answer]
-        tensors = client.capture(f"parity-{i}", text)
-        layers = tensors["features"].view(len(text), -1, facts.hidden_size).transpose(0, 1)
-        states.append(torch.cat([layers, tensors["final"].unsqueeze(0)]))
+        ((_, captured),) = client.capture({f"parity-{i}": text})  # alone: a batch may round otherwise
+        assert captured.final is not None
+        layers = captured.features.view(len(text), -1, facts.hidden_size).transpose(0, 1)
+        states.append(torch.cat([layers, captured.final.unsqueeze(0)]))
         texts.append(text)
         starts.append(len(prompt.token_ids))
     if not texts:

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
-from safetensors import safe_open
-from safetensors.torch import load_file
-from torch import Tensor
 
 from sglang_dflash import capture
+from sglang_dflash.drafter import read_drafter_spec
 from sglang_dflash.server_process import server_environment, serving, tail
 
 from .errors import TrainError
+from .server import RemoteEngine
+from .spool import Captured, Spool, capture_row_bytes
 
 AR, CHAIN = "ar", "chain"
 TOPK = 8
 MAX_BUDGET = 128
 _ANSWER_S = 1800.0  # one answer, waiting for its turn included
-_CAPTURE_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -205,8 +203,18 @@ class Serving:
         with (
             serving(mode.title, flags, log=log, environment=environment, say=say) as url,
             httpx.Client(base_url=url, timeout=_ANSWER_S) as http,
+            ExitStack() as stack,
         ):
-            client = Client(http, mode, log, capture_into)
+            spool = None
+            if capture_into is not None:
+                assert drafter is not None, "AR has no drafter to capture for"
+                spec = read_drafter_spec(drafter)
+                ids = spec.target_layer_ids
+                row_bytes = capture_row_bytes(spec.hidden_size, ids, final)
+                remote = stack.enter_context(closing(RemoteEngine(url)))
+                label = str(capture_into)
+                spool = Spool(remote, capture_into, layer_ids=ids, row_bytes=row_bytes, final=final, label=label)
+            client = Client(http, mode, log, spool)
             client.check_mode()
             yield client
 
@@ -214,8 +222,8 @@ class Serving:
 class Client:
     """Requests to one running server. Errors name the server's log."""
 
-    def __init__(self, http: httpx.Client, mode: Mode, log: Path, capture_into: Path | None):
-        self._http, self._mode, self._log, self._captures = http, mode, log, capture_into
+    def __init__(self, http: httpx.Client, mode: Mode, log: Path, spool: Spool | None):
+        self._http, self._mode, self._log, self._spool = http, mode, log, spool
         self.fingerprint: dict[str, Any] = {}  # of the server, once something was captured
 
     def check_mode(self) -> None:
@@ -267,31 +275,18 @@ class Client:
             )
         return ServedRun(answers, seconds)
 
-    def capture(self, name: str, token_ids: Sequence[int]) -> dict[str, Tensor]:
-        """The tensors that the server captured for this text: ``token_ids``, ``features`` and perhaps ``final``.
+    def capture(self, texts: Mapping[str, list[int]]) -> Iterator[tuple[str, Captured]]:
+        """What the server captured for whole texts (token ids by name), as it comes, in no order.
 
         Raises TrainError with the server's reason, or when nothing arrives.
         """
-        assert self._captures is not None
-        rid = f"{capture.PREFIX}{name}"
-        self._generate(list(token_ids), 1, rid=rid)
-        file = self._captures / f"{capture.file_stem(rid)}.safetensors"
-        error = file.with_suffix(".error")
-        deadline = time.monotonic() + _CAPTURE_S
-        while not file.exists():
-            if error.exists():
-                time.sleep(0.1)  # it may be half written
-                raise TrainError(f"{error.read_text().strip() or 'capture failed'}; log {self._log}.")
-            if time.monotonic() > deadline:
-                raise TrainError(f"{file}: found nothing after {_CAPTURE_S:.0f} s, want a capture; log {self._log}.")
-            time.sleep(0.02)
-        tensors: dict[str, Tensor] = load_file(file)
-        with safe_open(str(file), framework="pt") as opened:
-            self.fingerprint = json.loads(opened.metadata()["fingerprint"])
-        file.unlink()
-        if tensors["token_ids"].tolist() != list(token_ids):
-            raise TrainError(f"capture of {name!r}: found other tokens than those sent, want the same; report this.")
-        return tensors
+        assert self._spool is not None
+        try:
+            for name, captured in self._spool.texts(texts):
+                self.fingerprint = captured.fingerprint
+                yield name, captured
+        except TrainError as error:
+            raise TrainError(f"{error} Log {self._log}.") from error
 
     def _generate(self, token_ids: list[int], max_tokens: int, **more: Any) -> dict[str, Any]:
         body = {"input_ids": token_ids, "sampling_params": {"temperature": 0, "max_new_tokens": max_tokens}} | more

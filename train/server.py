@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -20,6 +21,8 @@ from typing import Any
 import httpx
 import psutil  # type: ignore[import-untyped]
 import torch
+
+from sglang_dflash.server_process import CPU_ENVIRONMENT
 
 from .errors import TrainError
 
@@ -36,19 +39,21 @@ class Request:
     weight: int = 1
 
 
-class Engine:
+class Engine(ABC):
     """What every source can do."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self._loop = loop
 
+    @abstractmethod
     async def _one(self, request: Request) -> list[int]:
         """The continuation of one request. Raises TrainError."""
-        raise NotImplementedError
 
+    @abstractmethod
     def check_alive(self) -> None:
         """Raise TrainError when no answer can come any more."""
 
+    @abstractmethod
     def close(self) -> None:
         """Free what the engine holds."""
 
@@ -116,6 +121,9 @@ class RemoteEngine(Engine):
             said = " ".join(response.text.split())[:300]
             raise TrainError(f"{self._url}/generate: found status {response.status_code}, want 200: {said}")
         return _output_ids(request, response.json())
+
+    def check_alive(self) -> None:
+        """A server that is gone shows in the requests, which then fail."""
 
     def close(self) -> None:
         with suppress(RuntimeError):
@@ -272,10 +280,8 @@ def engine_settings(target: str, length: int, extra: Mapping[str, Any]) -> dict[
 
 
 def engine_environment() -> dict[str, str]:
-    """On a CPU: SGLang's CPU platform, one thread a process, fp32 convolution states."""
-    if torch.cuda.is_available():
-        return {}
-    return {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "SGLANG_MAMBA_CONV_DTYPE": "float32"}
+    """What an engine needs in its environment beside what is there."""
+    return {} if torch.cuda.is_available() else dict(CPU_ENVIRONMENT)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -30,6 +31,7 @@ from .errors import TrainError
 
 MANIFEST, FINGERPRINT = "manifest.jsonl", "fingerprint.json"
 SHARD_BYTES = 256 << 20
+_HASHERS = 8
 
 
 @dataclass(frozen=True)
@@ -217,6 +219,10 @@ class Dataset:
 
     def fetch(self, indices: Sequence[int]) -> list[Sample]:
         """Several samples, in order."""
+        new = {file for file, _ in (self._samples[i] for i in indices)} - set(self._open)
+        if len(new) > 1:  # checksums of gigabytes: an epoch's first batches touch every shard
+            with ThreadPoolExecutor(_HASHERS) as pool:
+                list(pool.map(self._opened, sorted(new)))
         return [self[i] for i in indices]
 
     @property

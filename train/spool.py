@@ -18,17 +18,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sglang_dflash import capture
 from sglang_dflash.drafter import target_facts
-from sglang_dflash.drafter_config import DrafterSpec
 
-from .drafter_model import Drafter
 from .errors import TrainError
-from .export import write_drafter
+from .probe import write_probe
 from .server import Engine, InProcessEngine, RemoteEngine, Request, engine_environment, engine_settings
 from .shards import check_same
 
@@ -130,6 +127,11 @@ class Spool:
         check_same(captured.fingerprint, self._fingerprint, "server", "as before, it was started anew in between")
 
 
+def capture_row_bytes(hidden_size: int, layer_ids: tuple[int, ...], final: bool) -> int:
+    """Bytes of one captured token in the widest dtype a server has, at most."""
+    return 4 * (len(layer_ids) + final) * hidden_size + 4
+
+
 @contextmanager
 def capturing(
     target: str,
@@ -148,8 +150,8 @@ def capturing(
     With ``url`` the server is somebody else's and ``folder`` is its ``SGLANG_DFLASH_CAPTURE``. ``memory_only``: refuse
     to spool on a disk. Raises TrainError.
     """
-    width = (len(layer_ids) + final) * target_facts(target).hidden_size
-    row_bytes = 4 * width + 4  # of the widest dtype a server has
+    facts = target_facts(target)
+    row_bytes = capture_row_bytes(facts.hidden_size, layer_ids, final)
     if url:
         if folder is None or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
             raise TrainError(
@@ -162,7 +164,7 @@ def capturing(
             remote.close()
         return
     with spool_folder(2 * row_bytes * length, memory_only=memory_only) as spool:
-        drafter = write_bootstrap_drafter(spool / "drafter", target, layer_ids)
+        drafter = write_probe(spool / "drafter", facts, layer_ids)
         (spool / "captured").mkdir()
         environment = engine_environment() | {capture.FOLDER: str(spool / "captured")}
         settings: dict[str, Any] = {
@@ -218,30 +220,3 @@ def _remove_leftovers(place: Path) -> None:
             with (folder / "lock").open("r") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder)
-
-
-def write_bootstrap_drafter(out: Path, target: str, layer_ids: tuple[int, ...]) -> Path:
-    """A one-layer random drafter that conditions on ``layer_ids``: it makes a server capture before one is trained."""
-    facts = target_facts(target)
-    spec = DrafterSpec(
-        path=str(out),
-        block_size=2,
-        mask_token_id=facts.vocab_size - 1,
-        target_layer_ids=layer_ids,
-        num_layers=1,
-        hidden_size=facts.hidden_size,
-        intermediate_size=64,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=64,
-        attention_bias=False,
-        attention_sink_bias=False,
-        num_target_layers=facts.num_hidden_layers,
-        max_position_embeddings=facts.context_len or 32768,
-        rope_theta=10000.0,
-        layer_types=None,
-        sliding_window=None,
-    )
-    weights = dict(Drafter(spec).initialise(0).state_dict())
-    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    return write_drafter(out, spec, weights, facts.vocab_size, dtype=dtype)

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
-from torch.library import Library
+from torch import library as operators
 
 from sglang_dflash.cpu.ops import cache_locs, causal_conv1d, elementwise, gated_delta_rule, norms, tree
 
@@ -52,7 +52,7 @@ _EAGLE_ONLY = (
 )
 """Imported by name at module level in SGLang, called only by EAGLE drafting."""
 
-_libraries: list[Library] = []
+_libraries: list[operators.Library] = []
 
 
 def _refusal(name: str) -> Callable[..., NoReturn]:
@@ -74,7 +74,7 @@ def declare_torchvision_ops() -> None:
     """
     if torch.version.cuda or _libraries or "torchvision" in sys.modules:
         return
-    library = Library("torchvision", "FRAGMENT")
+    library = operators.Library("torchvision", "FRAGMENT")
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _libraries.append(library)

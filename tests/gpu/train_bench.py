@@ -4,7 +4,7 @@
     python3 tests/gpu/train_bench.py [--shape 27b|tiny] [--out FILE.json] [--steps 30] [--rows N] [--length N]
 
 ``27b``: the drafter of Qwen3.6-27B (1.73e9 parameters, 5 layers S,S,S,S,F, K*H = 25600, vocabulary 248,320), then the
-same steps with the head's logits whole and kept for backward. ``tiny``: 4.6e6 parameters, batches of 65,536 tokens;
+same steps with the head's logits whole and kept for backward. ``tiny``: the shipped pair's recipe, 5.2e6 parameters;
 shows whether the GPU or the host limits a small model. ``smoke``: a few kilobytes, to run this script on a CPU.
 
 Figures: context tokens and drafted slots a second, model FLOP use (products that the mathematics needs, none counted
@@ -50,11 +50,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         },
     },
     "tiny": {
-        "hidden": 256, "vocab": 1024, "target_layers": 8, "ids": [1, 2, 3, 4, 5], "rows": 16, "length": 4096,
+        "hidden": 256, "vocab": 1024, "target_layers": 8, "ids": [1, 3, 5, 6], "rows": 32, "length": 2048,
         "recipe": {
             "drafter": {
-                "layers": 5, "heads": 4, "kv_heads": 2, "head_dim": 64, "intermediate": 704, "block_size": 16,
-                "mask_token_id": 1023,
+                "layers": 5, "heads": 4, "kv_heads": 2, "head_dim": 64, "intermediate": 1024, "block_size": 8,
+                "mask_token_id": 1021,
             },
             "anchors": 512,
         },

@@ -64,6 +64,9 @@ class FakeEngine(Engine):
             save_file(tensors, part, {"fingerprint": json.dumps(about), "layer_ids": json.dumps(about["layer_ids"])})
             os.replace(part, file)
 
+    def check_alive(self) -> None:
+        """It never dies."""
+
     def close(self) -> None:
         self._loop.close()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from shapes import MASK_ID, drafter_spec, inputs, make_drafter, run_blocks
+from shapes import MASK_ID, VOCAB, drafter_spec, inputs, make_drafter, run_blocks
 
 from sglang_dflash import demo_models
 from sglang_dflash.drafter_config import DrafterError, spec_from_dir
@@ -55,24 +55,9 @@ def test_invariant_01_fc_of_four_layers_against_five_names_both_widths(tmp_path:
 
 
 def write_checkpoint(path: Path, drafter: Drafter, ids: list[int] | None = None) -> None:
-    spec = drafter.spec
-    config = demo_models.drafter_config() | {
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size,
-        "num_hidden_layers": spec.num_layers,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "layer_types": list(spec.layer_types or ()),
-        "block_size": spec.block_size,
-        "num_target_layers": spec.num_target_layers,
-        "vocab_size": 50,
-    }
-    config["dflash_config"] = {
-        "block_size": spec.block_size,
-        "mask_token_id": MASK_ID,
-        "target_layer_ids": ids or list(spec.target_layer_ids),
-    }
+    """``ids``: what its config says of its layers, if that is not the truth."""
+    config = published_config(drafter.spec, VOCAB)
+    config["dflash_config"]["target_layer_ids"] = ids or list(drafter.spec.target_layer_ids)
     (path / "config.json").write_text(json.dumps(config))
     save_file(dict(drafter.state_dict()), path / "model.safetensors")
 
@@ -161,7 +146,7 @@ def test_invariant_34_block_size_agrees_in_both_places_and_no_rope_key_of_the_ta
     target = demo_models.target_config()
     assert target["rope_parameters"]["partial_rotary_factor"] == 0.25  # what must not leak
     spec = drafter_spec(rope_theta=target["rope_parameters"]["rope_theta"])
-    config = published_config(spec, 50)
+    config = published_config(spec, VOCAB)
     assert config["block_size"] == config["dflash_config"]["block_size"] == spec.block_size
     leaks = {"partial_rotary_factor", "mrope_section", "mrope_interleaved", "rope_parameters", "rope_scaling"}
     assert not leaks & {*config, *config["dflash_config"]}

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import random
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from killing import run_through_kills
 from training_data import LAYER_IDS, fingerprint, recipe, write_data, write_target
 
 from sglang_dflash.drafter_config import DrafterError, spec_from_dir
@@ -94,18 +92,7 @@ def test_invariant_35_a_killed_and_resumed_run_draws_the_same_curve(target: Path
     run(program(target, data, tmp_path / "whole", **how))
     assert len(set(Fit(target, [data], tmp_path / "look", recipe(**how)).per_epoch)) > 1
     code = program(target, data, tmp_path / "killed", slow=True, **how)
-    rng, kills = random.Random(1), 0
-    while True:
-        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        process.stdout.readline()
-        if kills < 3:
-            time.sleep(rng.uniform(0.3, 1.2))
-            process.send_signal(signal.SIGKILL)
-        if process.wait() == 0:
-            break
-        kills += 1
-    assert kills == 3
+    assert run_through_kills(code, kills=3, pauses=(0.3, 1.2), seed=1) == 3
     assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
     for name in ("whole", "killed"):
         export(tmp_path / name, tmp_path / f"{name}-drafter", dtype=torch.float32)

@@ -29,8 +29,8 @@ from sglang_dflash.train.parity import (
     pick_layers,
     reason_not_run,
     run_transformers,
-    write_probe,
 )
+from sglang_dflash.train.probe import write_probe
 from sglang_dflash.train.served import Prompt
 from sglang_dflash.train.tables import show_parity
 
@@ -133,7 +133,7 @@ def test_pick_layers_is_the_servers_concatenation(models: tuple[Path, Path]) -> 
 
 
 def test_the_probe_conditions_on_every_layer_and_is_served(models: tuple[Path, Path], tmp_path: Path) -> None:
-    folder = write_probe(tmp_path / "probe", target_facts(models[0]), torch.float32)
+    folder = write_probe(tmp_path / "probe", target_facts(models[0]), (0, 1, 2))
     spec = spec_from_dir(folder)
     check_tensors(spec)
     assert spec.target_layer_ids == (0, 1, 2)

@@ -23,6 +23,7 @@ from sglang_dflash.train.prompts import Template, read_prompts
 from sglang_dflash.train.shards import Dataset
 
 COUNT, NEW = 20, 12
+PROMPTS = [{"id": f"p{i}", "prompt": "word " * (1 + i % 5) + str(i), "raw": i % 2 == 0} for i in range(COUNT)]
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -71,19 +72,6 @@ def check_gone(processes: list[psutil.Process]) -> None:
     while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
         assert time.monotonic() < deadline, "an engine outlived its trainer"
         time.sleep(0.1)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return demo_models.write(tmp_path_factory.mktemp("models"))[0]
-
-
-@pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("prompts") / "p.jsonl"
-    lines = [{"id": f"p{i}", "prompt": "word " * (1 + i % 5) + str(i), "raw": i % 2 == 0} for i in range(COUNT)]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return file
 
 
 @pytest.fixture(scope="module")

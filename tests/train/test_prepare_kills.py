@@ -17,7 +17,6 @@ import pytest
 import torch
 from fake_engine import answer_of, features_of
 
-from sglang_dflash import demo_models
 from sglang_dflash.train import disk, prepare, spool
 from sglang_dflash.train.answers import ANSWERS, read_answers
 from sglang_dflash.train.errors import TrainError
@@ -25,19 +24,7 @@ from sglang_dflash.train.prepare import Prepare
 from sglang_dflash.train.shards import MANIFEST, Dataset, read_manifest
 
 COUNT = 60
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return demo_models.write(tmp_path_factory.mktemp("models"))[0]
-
-
-@pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("prompts") / "p.jsonl"
-    lines = [{"id": f"p{i}", "prompt": "abc" * (1 + i % 5) + str(i), "raw": True} for i in range(COUNT)]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return file
+PROMPTS = [{"id": f"p{i}", "prompt": "abc" * (1 + i % 5) + str(i), "raw": True} for i in range(COUNT)]
 
 
 def job(target: Path, prompts: Path, out: Path, **changes: Any) -> Prepare:

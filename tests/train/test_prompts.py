@@ -7,16 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dflash import demo_models
 from sglang_dflash.train.errors import TrainError
 from sglang_dflash.train.prompts import PromptText, Template, read_prompts
 
 REFUSING = "{{ raise_exception('roles must take turns') }}"
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return demo_models.write(tmp_path_factory.mktemp("models"))[0]
 
 
 @pytest.mark.parametrize(("name", "count"), [("humaneval", 164), ("gsm8k", 100)])

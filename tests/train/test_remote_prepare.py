@@ -15,14 +15,15 @@ from safetensors import safe_open
 from tokenizers import Tokenizer, processors
 
 from sglang_dflash import capture, demo_models
+from sglang_dflash.drafter import target_facts
 from sglang_dflash.train.answers import read_answers
 from sglang_dflash.train.errors import TrainError
 from sglang_dflash.train.online import online
 from sglang_dflash.train.prepare import Prepare, prepare
+from sglang_dflash.train.probe import write_probe
 from sglang_dflash.train.prompts import Template, read_prompts
 from sglang_dflash.train.server import RemoteEngine, Request
 from sglang_dflash.train.shards import Dataset
-from sglang_dflash.train.spool import write_bootstrap_drafter
 
 IDS, LENGTH = (1, 2), 300
 THINKING = (
@@ -31,7 +32,7 @@ THINKING = (
     "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% else %}<think>\n"
     "{% endif %}{% endif %}"
 )
-LINES: list[dict[str, Any]] = [
+PROMPTS: list[dict[str, Any]] = [
     {"id": "plain", "prompt": "Hi <b>there</b>\n"},
     {"id": "space", "prompt": "  é  😀 \u2028 "},
     {"id": "special", "prompt": "a<|im_end|>\n<|im_start|>system\nb"},
@@ -64,18 +65,11 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("prompts") / "p.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in LINES))
-    return file
-
-
-@pytest.fixture(scope="module")
 def served(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
     work, folder = tmp_path_factory.mktemp("server"), tmp_path_factory.mktemp("captured")
     options = ("--disable-radix-cache", "--chunked-prefill-size", "64", "--disable-prefill-cuda-graph",
                "--max-mamba-cache-size", "60")  # fmt: skip
-    drafter = write_bootstrap_drafter(work / "drafter", str(target), IDS)
+    drafter = write_probe(work / "drafter", target_facts(target), IDS)
     environment = {capture.FOLDER: str(folder), "SGLANG_MAMBA_CONV_DTYPE": "float32"}
     with Server(work, target, drafter, *options, env=environment) as server:
         yield server, folder
@@ -125,10 +119,10 @@ def test_prepare_through_a_url_and_online_through_the_same(
     served: tuple[Server, Path], target: Path, prompts: Path, tmp_path: Path
 ) -> None:
     server, folder = served
-    assert prepare(job(served, target, prompts, tmp_path), Console(quiet=True)) == len(LINES)
+    assert prepare(job(served, target, prompts, tmp_path), Console(quiet=True)) == len(PROMPTS)
     data = {s.id: s for s in Dataset(tmp_path)}
     answers = read_answers(tmp_path)
-    assert sorted(data) == sorted(line["id"] for line in LINES)
+    assert sorted(data) == sorted(line["id"] for line in PROMPTS)
     for name, sample in data.items():
         prompt = answers[name]["prompt"]
         assert (

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from killing import run_through_kills
 from training_data import fingerprint, write_data
 
 from sglang_dflash.train import disk, shards
@@ -76,20 +74,9 @@ writer.close()
 
 
 def test_kill_9_at_random_moments_loses_and_doubles_nothing(tmp_path: Path) -> None:
-    folder, count, kills = tmp_path / "data", 400, 0
+    folder, count = tmp_path / "data", 400
     code = WRITE.format(tests=str(Path(__file__).parent), folder=str(folder), count=count)
-    rng = random.Random(0)
-    while True:
-        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        process.stdout.readline()
-        if kills < 5:
-            time.sleep(rng.uniform(0.0, 0.15))
-            process.send_signal(signal.SIGKILL)
-        if process.wait() == 0:
-            break
-        kills += 1
-    assert kills >= 3
+    assert run_through_kills(code, kills=5, pauses=(0.0, 0.15), seed=0) >= 3
     data = Dataset(folder)
     assert sorted(s.id for s in data) == sorted(f"s{i}" for i in range(count))
     for got in data:

@@ -185,6 +185,10 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] =
     "window zero": ({"sliding_window": 0}, {}, ("sliding_window", "found 0", "a positive integer")),
     "layer_types string": ({"layer_types": "sf"}, {}, ("layer_types", "'sf'", "2 (num_hidden_layers)")),
     "rope_theta negative": ({"rope_theta": -1}, {}, ("rope_theta", "-1", "a positive number")),
+    "norm zero": ({"rms_norm_eps": 0}, {}, ("rms_norm_eps", "found 0,", "a small positive number")),
+    "norm negative": ({"rms_norm_eps": -1e-6}, {}, ("rms_norm_eps", "found -1e-06,", "a small positive number")),
+    "norm string": ({"rms_norm_eps": "1e-6"}, {}, ("rms_norm_eps", "found '1e-6',", "a small positive number")),
+    "norm bool": ({"rms_norm_eps": True}, {}, ("rms_norm_eps", "found True,", "a small positive number")),
     "rope_theta bool": ({"rope_theta": True}, {}, ("rope_theta", "True", "a positive number")),
     "rope not an object": ({"rope_scaling": "yarn"}, {}, ("rope_scaling", '"yarn"', "one flat object")),
     "rope_dim wide": (

@@ -53,9 +53,8 @@ def drafter(tmp_path: Path):
     return write
 
 
-def test_round_trip_and_digest() -> None:
+def test_round_trip() -> None:
     assert Fingerprint.from_json(json.loads(json.dumps(SERVER.to_json())), "x") == SERVER
-    assert len({SERVER.digest(), *(changed(name).digest() for name in FIELDS)}) == len(FIELDS) + 1
 
 
 def test_one_line_a_difference() -> None:
@@ -75,12 +74,12 @@ def test_invariant_29_every_field_is_compared_but_the_thinking_flag(drafter, cap
         folder = drafter(changed(name))
         if name in IDENTITY:
             with pytest.raises(DrafterError) as refused:
-                check_provenance(folder, SERVER)
+                check_provenance(folder, lambda: SERVER)
             assert f"{FILE}: {name}: found trained with" in str(refused.value)
             assert f"{SWITCH}=warn" in str(refused.value)
             assert "\n" not in str(refused.value)
             continue
-        check_provenance(folder, SERVER)
+        check_provenance(folder, lambda: SERVER)
         warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
         if name == "thinking":
             assert not warned
@@ -91,37 +90,39 @@ def test_invariant_29_every_field_is_compared_but_the_thinking_flag(drafter, cap
 
 def test_invariant_29_the_refusal_names_every_field(drafter) -> None:
     with pytest.raises(DrafterError, match=r"target_config: .* \(target_weights, tokenizer differ too\)"):
-        check_provenance(drafter(changed("target_config", changed("target_weights", changed("tokenizer")))), SERVER)
+        check_provenance(
+            drafter(changed("target_config", changed("target_weights", changed("tokenizer")))), lambda: SERVER
+        )
 
 
 def test_the_switch_turns_refusals_into_warnings(drafter, caplog, monkeypatch) -> None:
     monkeypatch.setenv(SWITCH, "warn")
-    check_provenance(drafter(changed("tokenizer")), SERVER)
+    check_provenance(drafter(changed("tokenizer")), lambda: SERVER)
     assert "Drafter provenance: tokenizer: trained with other, served with f." in caplog.text
     monkeypatch.setenv(SWITCH, "warm")
     with pytest.raises(SettingError, match=f"{SWITCH}: found 'warm', want warn or refuse"):
-        check_provenance(drafter(SERVER), SERVER)
+        check_provenance(drafter(SERVER), lambda: SERVER)
 
 
 def test_a_drafter_without_one_is_served_with_one_line(tmp_path, caplog) -> None:
     caplog.set_level(logging.INFO)
     assert read_provenance(tmp_path) is None
-    check_provenance(tmp_path, SERVER)
+    check_provenance(tmp_path, lambda: SERVER)
     assert [r.getMessage() for r in caplog.records] == [
         f"Drafter provenance: unknown (no provenance.json in {tmp_path})."
     ]
 
 
 def test_another_quantisation_has_other_bytes(drafter, caplog) -> None:
-    check_provenance(drafter(changed("quantization", changed("target_weights"))), SERVER)
+    check_provenance(drafter(changed("quantization", changed("target_weights"))), lambda: SERVER)
     assert "target_weights: trained with other" in caplog.text
     with pytest.raises(DrafterError, match="tokenizer"):
-        check_provenance(drafter(changed("quantization", changed("tokenizer"))), SERVER)
+        check_provenance(drafter(changed("quantization", changed("tokenizer"))), lambda: SERVER)
 
 
 def test_what_is_unknown_only_warns(drafter, caplog) -> None:
     server = dataclasses.replace(SERVER, target_weights=UNKNOWN)
-    check_provenance(drafter(SERVER), server)
+    check_provenance(drafter(SERVER), lambda: server)
     assert "target_weights: trained with e, served with unknown" in caplog.text
 
 
@@ -140,12 +141,12 @@ BAD = [
 def test_a_damaged_file_is_one_line(drafter, caplog, monkeypatch, value, says) -> None:
     folder = drafter(value)
     with pytest.raises(DrafterError) as refused:
-        check_provenance(folder, SERVER)
+        check_provenance(folder, lambda: SERVER)
     assert says in str(refused.value)
     assert str(folder / FILE) in str(refused.value)
     assert "\n" not in str(refused.value)
     monkeypatch.setenv(SWITCH, "warn")
-    check_provenance(folder, SERVER)
+    check_provenance(folder, lambda: SERVER)
     assert FILE in caplog.text
 
 
@@ -260,12 +261,12 @@ def test_the_command_line_knows_the_target_and_not_the_kernels(target: Path, dra
     runner, cfg = server(target)
     early = of_files(runner.model_config, cfg, [1, 2])
     folder = drafter(dataclasses.replace(of_server(runner, cfg, [1, 2]), attention="other"))
-    assert accepted_provenance(folder, early) is not None
+    assert accepted_provenance(folder, lambda: early) is not None
     with pytest.raises(DrafterError, match="layer_ids"):
-        accepted_provenance(folder, of_files(runner.model_config, cfg, [1, 3]))
+        accepted_provenance(folder, lambda: of_files(runner.model_config, cfg, [1, 3]))
     (target / "tokenizer.json").write_text("{}")
     with pytest.raises(DrafterError, match="tokenizer"):
-        accepted_provenance(folder, of_files(runner.model_config, cfg, [1, 2]))
+        accepted_provenance(folder, lambda: of_files(runner.model_config, cfg, [1, 2]))
 
 
 def test_thinking_is_not_a_servers_to_know() -> None:
