@@ -1,9 +1,7 @@
-"""`python -m sglang_dflash.demo`: the same prompts to two servers, plain decoding and DDTree-8, side by side.
+"""`python -m sglang_dflash.demo`: the same prompts to three servers, one after another: plain decoding (AR), SGLang's
+chain and DDTree-8, with the tiny pair that is part of this package.
 
-Exit status 0 if every answer is the same text, 1 if not or if a server fails. The models are those of
-:mod:`sglang_dflash.demo_models`: random weights, so the text is noise and the drafter is right about as
-often as chance. What the run shows is that the tree changes nothing in the text, through the real server
-and its HTTP API.
+Exit status 0 if all three wrote the same text, 1 if not or if a server fails.
 """
 
 from __future__ import annotations
@@ -14,59 +12,89 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
+from sglang_dflash.demo_report import show
 from sglang_dflash.server_process import ServerError, cache_problem, server_environment, serving, tail
+from sglang_dflash.tiny_pair import DRAFTER, TARGET
+
+BUDGET = 32  # nodes of the tree without its root
+MAX_TOKENS = 96
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text to continue, or with ``chat`` a question."""
+
+    text: str
+    chat: bool = False
+
 
 PROMPTS = (
-    "Explain in two sentences why the sky is blue.",
-    "Write a Python function that returns the n-th Fibonacci number.",
-    "def quicksort(items: list[int]) -> list[int]:\n    ",
-    "Translate to German: the train leaves at half past seven.",
-    "A farmer has 17 sheep; all but 9 run away. How many are left?",
-    "SELECT name, count(*) FROM orders GROUP BY",
+    Prompt("import argparse\nimport json\n\n\ndef main() -> None:\n    parser = argparse.ArgumentParser()\n"),
+    Prompt('class Stack:\n    """A last-in, first-out list."""\n\n    def __init__(self) -> None:\n'),
+    Prompt("def read_config(path: str) -> dict:\n    with open(path) as file:\n"),
+    Prompt("    def __eq__(self, other: object) -> bool:\n        if not isinstance(other, Point):\n"),
+    Prompt("# Licensed under the Apache License, Version 2.0\n"),
+    Prompt("class ParserTest(unittest.TestCase):\n    def test_empty_input(self):\n"),
+    Prompt("What does this function do?\n\n```python\ndef area(self):\n    return self.width * self.height\n```", True),
+    Prompt("How would you write `count_words(text)` in Python? It should return the number of words.", True),
 )
-MAX_TOKENS = 96
-MODELS = "sglang-dflash-demo-"  # a temporary directory's name begins so, and goes on with our process id
 
 
 class DemoError(RuntimeError):
-    """A server that did not start or did not answer; the message says where its log is."""
+    """A server that did not answer, or did not decode as it was told to; the message says where its log is."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One prompt's answer and what the server counted for it. Without speculation the two counts are 0."""
+    """One prompt's answer; ``histogram[n]`` of its verifies accepted n drafts (empty without speculation)."""
 
     text: str
     tokens: int
-    correct_drafts: int
-    verifies: int
+    histogram: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Run:
     """All answers of one server, in the order of PROMPTS, and the seconds they took one after another."""
 
+    name: str
     answers: tuple[Answer, ...]
     seconds: float
 
     @property
+    def tokens(self) -> int:
+        return sum(a.tokens for a in self.answers)
+
+    @property
     def tokens_per_second(self) -> float:
-        return sum(a.tokens for a in self.answers) / self.seconds
+        return self.tokens / self.seconds
+
+    @property
+    def histogram(self) -> list[int]:
+        """Verifies by the number of drafts they accepted, over all answers."""
+        depth = max(len(a.histogram) for a in self.answers)
+        return [sum(a.histogram[n] for a in self.answers if n < len(a.histogram)) for n in range(depth)]
 
     @property
     def tau(self) -> float | None:
         """Tokens committed a verify, pooled: 1 + accepted drafts / verifies; None without verifies."""
-        verifies = sum(a.verifies for a in self.answers)
-        return 1 + sum(a.correct_drafts for a in self.answers) / verifies if verifies else None
+        verifies = sum(self.histogram)
+        return 1 + sum(n * count for n, count in enumerate(self.histogram)) / verifies if verifies else None
+
+    @property
+    def acceptance(self) -> list[float]:
+        """Share of the verifies that accepted position 1, 2, ... and so all before it."""
+        counts = self.histogram
+        return [sum(counts[k:]) / sum(counts) for k in range(1, len(counts))]
 
 
 def has_gpu() -> bool:
@@ -76,11 +104,12 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def server_flags(target: Path, on_gpu: bool) -> dict[str, str]:
-    """Flags both servers share. fp32 so that the two texts can be compared token for token."""
+def shared_flags(on_gpu: bool) -> dict[str, str]:
+    """Flags of all three servers. On a CPU fp32, where equal text means equal token for token; SGLang's prefill kernel
+    of the gated delta net takes no fp32 on a GPU."""
     return {
-        "model-path": str(target),
-        "dtype": "float32",
+        "model-path": str(TARGET),
+        "dtype": "bfloat16" if on_gpu else "float32",
         "device": "cuda" if on_gpu else "cpu",
         "attention-backend": "triton" if on_gpu else "torch_native",
         "max-total-tokens": "4096",
@@ -92,103 +121,61 @@ def server_flags(target: Path, on_gpu: bool) -> dict[str, str]:
     }
 
 
-def tree_flags(drafter: Path) -> dict[str, str]:
-    """Flags that turn DDTree-8 on; the budget is the default, block size - 1 = 7 nodes."""
-    return {
-        "speculative-algorithm": "dflash",
-        "speculative-draft-model-path": str(drafter),
-        "speculative-ddtree-topk": "8",
-    }
+def decoding_flags() -> dict[str, dict[str, str]]:
+    """What each server adds, by its name in the report."""
+    drafted = {"speculative-algorithm": "dflash", "speculative-draft-model-path": str(DRAFTER)}
+    tree = {"speculative-ddtree-topk": "8", "speculative-ddtree-budget": str(BUDGET)}
+    return {"AR": {}, "chain": drafted | {"speculative-eagle-topk": "1"}, f"DDTree-8, N={BUDGET}": drafted | tree}
 
 
-def ask(client: httpx.Client, prompt: str) -> Answer:
-    """One greedy chat completion. Raises DemoError if the server refuses it."""
-    body = {
-        "model": "default",
-        "messages": [{"role": "user", "content": prompt}],
-        "max_tokens": MAX_TOKENS,
-        "temperature": 0,
-        "return_spec_tokens_details": True,
-    }
-    response = client.post("/v1/chat/completions", json=body)
+def ask(client: httpx.Client, prompt: Prompt) -> Answer:
+    """One greedy completion through the OpenAI-compatible API. Raises DemoError if the server refuses it."""
+    body: dict[str, Any] = {"model": "default", "max_tokens": MAX_TOKENS, "temperature": 0}
+    body["return_spec_tokens_details"] = True
+    if prompt.chat:
+        path = "/v1/chat/completions"
+        body["messages"] = [{"role": "user", "content": prompt.text}]
+    else:
+        path = "/v1/completions"
+        body["prompt"] = prompt.text
+    response = client.post(path, json=body)
     if response.status_code != 200:
-        raise DemoError(f"chat completion: found status {response.status_code}, wanted 200: {response.text[:500]}")
+        raise DemoError(f"{path}: found status {response.status_code}, wanted 200: {response.text[:500]}")
     reply = response.json()
+    choice = reply["choices"][0]
     details = (reply.get("sglext") or {}).get("spec_tokens_details") or {}
     return Answer(
-        text=reply["choices"][0]["message"]["content"],
+        text=choice["message"]["content"] if prompt.chat else choice["text"],
         tokens=reply["usage"]["completion_tokens"],
-        correct_drafts=details.get("spec_num_correct_drafts", 0),
-        verifies=details.get("spec_verify_ct", 0),
+        histogram=tuple(details.get("spec_correct_drafts_histogram") or ()) if details.get("spec_verify_ct") else (),
     )
 
 
-def run(name: str, flags: dict[str, str], on_gpu: bool, log: Path, console: Console) -> Run:
-    """Serve with ``flags`` and send every prompt, one at a time, after one to warm up."""
-    environment = server_environment(on_gpu)
+def run(name: str, flags: Mapping[str, str], on_gpu: bool, log: Path, console: Console) -> Run:
+    """Serve with ``flags`` and send every prompt, one at a time, after two to warm up."""
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     with (
-        serving(name, flags, log=log, environment=environment, say=say) as url,
+        serving(name, flags, log=log, environment=server_environment(on_gpu), say=say) as url,
         httpx.Client(base_url=url, timeout=120) as client,
     ):
         try:
-            ask(client, "warm-up")
+            for prompt in (PROMPTS[0], PROMPTS[-1]):
+                ask(client, prompt)
+            client.post("/flush_cache").raise_for_status()  # else these two would be answered from the prefix cache
             began = time.monotonic()
             answers = tuple(ask(client, prompt) for prompt in PROMPTS)
             seconds = time.monotonic() - began
-        except httpx.TransportError as e:
+        except httpx.HTTPError as e:
             raise DemoError(f"{name}: no answer ({type(e).__name__}: {e}); log {log}, its end:\n{tail(log)}") from e
-    console.print(f"{name}: {len(answers)} answers in {seconds:.1f} s")
-    return Run(answers, seconds)
-
-
-def printable(text: str) -> Text:
-    """Text with everything a terminal might act on escaped."""
-    return Text("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text))
-
-
-def report(ar: Run, tree: Run, console: Console) -> bool:
-    """Print the answers side by side and the totals; True if every answer is the same text."""
-    table = Table(title="Greedy answers", show_lines=True)
-    for heading in ("prompt", "AR", "DDTree-8", "same"):
-        table.add_column(heading, overflow="fold")
-    for prompt, a, t in zip(PROMPTS, ar.answers, tree.answers, strict=True):
-        same = Text("yes", "green") if a.text == t.text else Text("NO", "bold red")
-        table.add_row(printable(prompt), printable(a.text), printable(t.text), same)
-    console.print(table)
-    if ar.tau is not None or tree.tau is None:
-        raise DemoError(f"verifies: found tau {ar.tau} without speculation and {tree.tau} with, wanted none and one")
-    totals = Table(title=f"{len(PROMPTS)} prompts, one at a time, {MAX_TOKENS} tokens each")
-    for heading in ("", "tokens", "verifies", "tau (pooled)", "tokens/s"):
-        totals.add_column(heading)
-    for name, result in (("AR", ar), ("DDTree-8", tree)):
-        verifies = sum(a.verifies for a in result.answers)
-        tau = "-" if result.tau is None else f"{result.tau:.3f}"
-        tokens = sum(a.tokens for a in result.answers)
-        totals.add_row(name, str(tokens), str(verifies or "-"), tau, f"{result.tokens_per_second:.1f}")
-    console.print(totals)
-    identical = [a.text for a in ar.answers] == [t.text for t in tree.answers]
-    console.print(
-        "tau = tokens committed a verify. The drafter is untrained: tau is about 1, DDTree the slower one."
-        "\nA tree costs a draft and a wider pass, and only a trained drafter earns them back.",
-        soft_wrap=True,
-    )
-    console.print(f"text identical: [bold]{'yes' if identical else 'NO'}[/]")
-    return identical
-
-
-def remove_leftovers() -> None:
-    """Remove the models of demos that were killed with signal 9, which runs no clean-up."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{MODELS}*-*"):
-        pid = folder.name.removeprefix(MODELS).partition("-")[0]
-        if pid.isdecimal() and not Path("/proc", pid).exists():
-            shutil.rmtree(folder, ignore_errors=True)  # another user's stay
+    done = Run(name, answers, seconds)
+    if (done.tau is not None) != ("speculative-algorithm" in flags):
+        raise DemoError(f"{name}: found tau {done.tau}, wanted {'none' if done.tau else 'one'}; log {log}")
+    console.print(f"{name}: {len(answers)} answers in {seconds:.1f} s", highlight=False)
+    return done
 
 
 def main() -> int:
-    """Write the models, run both servers, compare. Returns the exit status."""
-    from sglang_dflash import demo_models
-
+    """Run the three servers and compare. Returns the exit status."""
     console = Console(width=None if sys.stdout.isatty() else 120)
     on_gpu = has_gpu()
     # Ctrl-C arrives as an exception already; a plain `kill` must end the servers too.
@@ -196,20 +183,19 @@ def main() -> int:
     if (problem := cache_problem(os.environ)) is not None:
         console.print(f"demo failed: {problem}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
-    remove_leftovers()
     logs = Path(tempfile.mkdtemp(prefix="sglang-dflash-logs-"))
     status = 1
     try:
-        with tempfile.TemporaryDirectory(prefix=f"{MODELS}{os.getpid()}-") as models:
-            target, drafter = demo_models.write(Path(models))
-            console.print(
-                f"A tiny hybrid target and an untrained drafter (random weights), on "
-                f"{'the GPU' if on_gpu else 'the CPU'}: the text is noise."
-            )
-            shared = server_flags(target, on_gpu)
-            ar = run("AR", shared, on_gpu, logs / "ar.log", console)
-            tree = run("DDTree-8", shared | tree_flags(drafter), on_gpu, logs / "ddtree.log", console)
-        status = 0 if report(ar, tree, console) else 1
+        console.print(
+            f"The tiny pair of this package on {'the GPU' if on_gpu else 'the CPU'}: three servers, one after another; "
+            "a minute or two.",
+            soft_wrap=True,
+        )
+        runs = [
+            run(name, shared_flags(on_gpu) | flags, on_gpu, logs / f"{name.partition(',')[0].lower()}.log", console)
+            for name, flags in decoding_flags().items()
+        ]
+        status = 0 if show([p.text for p in PROMPTS], runs, on_gpu, console) else 1
     except (DemoError, ServerError) as e:
         console.print(f"demo failed: {e}", style="red", markup=False, highlight=False, soft_wrap=True)
     except KeyboardInterrupt:

@@ -6,14 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-
-from sglang_dflash import demo_models
+import random_pair
 
 
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's target; not to be changed."""
-    return demo_models.write(tmp_path_factory.mktemp("models"))[0]
+    return random_pair.write(tmp_path_factory.mktemp("models"))[0]
 
 
 @pytest.fixture(scope="module")

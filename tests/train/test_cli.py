@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+import random_pair
 from training_data import write_data, write_target
 
-from sglang_dflash import demo_models
 from sglang_dflash.train import cli
 
 COMMANDS = ("prepare", "fit", "eval", "export", "import", "parity")
@@ -84,7 +84,7 @@ def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 
 def test_ctrl_c_ends_the_servers_of_an_evaluation(tmp_path: Path) -> None:
     """While a server starts: exit status 130, no traceback, no process left."""
-    target, drafter = demo_models.write(tmp_path / "models")
+    target, drafter = random_pair.write(tmp_path / "models")
     prompts = tmp_path / "p.jsonl"
     prompts.write_text(json.dumps({"prompt": "a"}) + "\n")
     line = [sys.executable, "-m", "sglang_dflash.train", "eval", "--target", str(target), "--drafter", str(drafter)]

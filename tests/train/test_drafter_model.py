@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
+import random_pair
 import torch
 from safetensors.torch import save_file
 from shapes import MASK_ID, VOCAB, drafter_spec, inputs, make_drafter, run_blocks
 
-from sglang_dflash import demo_models
 from sglang_dflash.drafter_config import DrafterError, spec_from_dir
 from sglang_dflash.drafter_tensors import expected_shapes
 from sglang_dflash.train.drafter_model import Drafter
@@ -143,7 +143,7 @@ def test_fused_and_prefixed_names_load_as_the_server_loads_them(tmp_path: Path) 
 
 
 def test_invariant_34_block_size_agrees_in_both_places_and_no_rope_key_of_the_target_leaks(tmp_path: Path) -> None:
-    target = demo_models.target_config()
+    target = random_pair.target_config()
     assert target["rope_parameters"]["partial_rotary_factor"] == 0.25  # what must not leak
     spec = drafter_spec(rope_theta=target["rope_parameters"]["rope_theta"])
     config = published_config(spec, VOCAB)

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import random_pair
 import torch
 from rich.console import Console
 from trained_pair import NEW_TOKENS, Pair, make_pair, write_prompts
 
-from sglang_dflash import demo_models
 from sglang_dflash.drafter_config import DrafterError
 from sglang_dflash.train import cli
 from sglang_dflash.train.errors import TrainError
@@ -150,7 +150,7 @@ def test_lookup_is_reported_with_loops_apart() -> None:
 
 
 def test_a_drafter_that_does_not_fit_is_refused_before_a_server_starts(tmp_path: Path) -> None:
-    target, drafter = demo_models.write(tmp_path)
+    target, drafter = random_pair.write(tmp_path)
     config = json.loads((drafter / "config.json").read_text())
     (drafter / "config.json").write_text(json.dumps(config | {"num_target_layers": 9}))
     with pytest.raises(DrafterError, match="num_target_layers: found 9, wanted 4"):

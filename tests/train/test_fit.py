@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from killing import run_through_kills
-from training_data import LAYER_IDS, fingerprint, recipe, write_data, write_target
+from training_data import LAYER_IDS, TESTS, fingerprint, recipe, write_data, write_target
 
 from sglang_dflash.drafter_config import DrafterError, spec_from_dir
 from sglang_dflash.drafter_tensors import expected_shapes, read_headers
@@ -27,7 +27,7 @@ from sglang_dflash.train.target_weights import load_target_weights
 
 PROGRAM = """
 import json, sys, time
-sys.path[:0] = [{tests!r}]
+sys.path[:0] = {tests!r}
 import torch
 torch.set_num_threads(1)
 from training_data import recipe
@@ -43,7 +43,7 @@ fit.run()
 
 def program(target: Path, data: Path, out: Path, *, slow: bool = False, **changes: Any) -> str:
     return PROGRAM.format(
-        tests=str(Path(__file__).parent), target=str(target), data=str(data), out=str(out),
+        tests=TESTS, target=str(target), data=str(data), out=str(out),
         changes=json.dumps(changes), slow=slow,
     )  # fmt: skip
 

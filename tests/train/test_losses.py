@@ -7,13 +7,13 @@ import math
 from pathlib import Path
 
 import pytest
+import random_pair
 import torch
 from safetensors.torch import save_file
 from shapes import HIDDEN, VOCAB, inputs, make_drafter, run_blocks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sglang_dflash import demo_models
 from sglang_dflash.train.blocks import make_blocks
 from sglang_dflash.train.errors import TrainError
 from sglang_dflash.train.head import argmax_labels, head_loss, top_candidates
@@ -194,7 +194,7 @@ def test_argmax_labels_know_both_norms() -> None:
 
 
 def test_target_weights(tmp_path: Path) -> None:
-    target, _ = demo_models.write(tmp_path)
+    target, _ = random_pair.write(tmp_path)
     weights = load_target_weights(target)
     config = json.loads((target / "config.json").read_text())
     assert weights.embedding.shape == (config["vocab_size"], config["hidden_size"])

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import random_pair
 import torch
 from rich.console import Console
 
-from sglang_dflash import demo_models
 from sglang_dflash.drafter import target_facts
 from sglang_dflash.drafter_config import DrafterError, spec_from_dir
 from sglang_dflash.drafter_tensors import check_tensors
@@ -34,12 +34,12 @@ from sglang_dflash.train.probe import write_probe
 from sglang_dflash.train.served import Prompt
 from sglang_dflash.train.tables import show_parity
 
-LAYERS, HIDDEN = demo_models.LAYERS, demo_models.HIDDEN
+LAYERS, HIDDEN = random_pair.LAYERS, random_pair.HIDDEN
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return demo_models.write(tmp_path_factory.mktemp("models"))
+    return random_pair.write(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")

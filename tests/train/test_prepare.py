@@ -14,9 +14,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import random_pair
 import torch
+from training_data import TESTS
 
-from sglang_dflash import demo_models
 from sglang_dflash.train.errors import TrainError
 from sglang_dflash.train.prepare import ANSWERS, SETTINGS, Prepare, prepare, read_answers
 from sglang_dflash.train.prompts import Template, read_prompts
@@ -92,7 +93,7 @@ def test_samples_are_prompt_and_answer_with_the_answer_to_learn(prepared: Path, 
         assert answer["prompt"] == template.tokens(texts[sample.id])
         assert sample.token_ids.tolist() == answer["prompt"] + answer["answer"]
         assert sample.loss_mask.tolist() == [False] * len(answer["prompt"]) + [True] * len(answer["answer"])
-        assert sample.features.shape == (len(sample.token_ids), 2 * demo_models.HIDDEN)
+        assert sample.features.shape == (len(sample.token_ids), 2 * random_pair.HIDDEN)
         assert sample.final is not None
     assert data.layer_ids == (1, 2)
     assert data.fingerprint["thinking"] == "off"
@@ -226,7 +227,7 @@ def test_an_engine_that_dies_or_never_starts_is_an_error_and_leaves_nothing(targ
 ONLINE = """
 import json, sys
 from pathlib import Path
-sys.path[:0] = [{tests!r}]
+sys.path[:0] = {tests!r}
 import torch
 from sglang_dflash.train.fit import Fit
 from sglang_dflash.train.online import online
@@ -250,13 +251,9 @@ if __name__ == "__main__":
 
 
 def test_online_capture_feeds_the_trainer_and_leaves_nothing(prepared: Path, target: Path, tmp_path: Path) -> None:
-    mask = demo_models.byte_vocabulary()["<|mask|>"]
+    mask = random_pair.byte_vocabulary()["<|mask|>"]
     file = tmp_path / "online.py"
-    file.write_text(
-        ONLINE.format(
-            tests=str(Path(__file__).parent), data=str(prepared), out=str(tmp_path), target=str(target), mask=mask
-        )
-    )
+    file.write_text(ONLINE.format(tests=TESTS, data=str(prepared), out=str(tmp_path), target=str(target), mask=mask))
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_")}
     done = subprocess.run(
         [sys.executable, str(file)], capture_output=True, text=True, env=environment, timeout=500, check=False

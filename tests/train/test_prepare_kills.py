@@ -16,6 +16,7 @@ import fake_engine
 import pytest
 import torch
 from fake_engine import answer_of, features_of
+from training_data import TESTS
 
 from sglang_dflash.train import disk, prepare, spool
 from sglang_dflash.train.answers import ANSWERS, read_answers
@@ -92,9 +93,8 @@ def test_kill_9_at_random_moments_of_prepare_loses_and_doubles_nothing(
 ) -> None:
     out, memory = tmp_path / "data", tmp_path / "memory"
     memory.mkdir()
-    tests = Path(__file__).parent
     code = KILLER.format(
-        path=[str(tests), str(tests.parent)], out=str(out), target=str(target), prompts=str(prompts),
+        path=TESTS, out=str(out), target=str(target), prompts=str(prompts),
         memory=str(memory), seed=seed, kills=16,
     )  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
@@ -208,8 +208,8 @@ def test_a_full_disk_while_answering_leaves_whole_lines(
     target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A limit on a file's size stands for it: it is met in the middle of an answer's line."""
-    out, tests = tmp_path / "data", Path(__file__).parent
-    code = FULL.format(path=[str(tests), str(tests.parent)], target=str(target), prompts=str(prompts), out=str(out))
+    out = tmp_path / "data"
+    code = FULL.format(path=TESTS, target=str(target), prompts=str(prompts), out=str(out))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert "TrainError" in done.stderr.splitlines()[-1], done.stderr
     assert "answers.jsonl: found [Errno 27] File too large" in done.stderr.splitlines()[-1]

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import random_pair
 from harness import Server
 from rich.console import Console
 from safetensors import safe_open
 from tokenizers import Tokenizer, processors
 
-from sglang_dflash import capture, demo_models
+from sglang_dflash import capture
 from sglang_dflash.drafter import target_facts
 from sglang_dflash.train.answers import read_answers
 from sglang_dflash.train.errors import TrainError
@@ -52,7 +53,7 @@ PROMPTS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a template that knows thinking, and a tokenizer that puts a token before every text, as Llama's does."""
-    folder = demo_models.write(tmp_path_factory.mktemp("models"))[0]
+    folder = random_pair.write(tmp_path_factory.mktemp("models"))[0]
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": THINKING}))
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from killing import run_through_kills
-from training_data import fingerprint, write_data
+from training_data import TESTS, fingerprint, write_data
 
 from sglang_dflash.train import disk, shards
 from sglang_dflash.train.errors import TrainError
@@ -60,7 +60,7 @@ def test_a_second_writer_continues_and_refuses_doubles(tmp_path: Path) -> None:
 
 WRITE = """
 import sys
-sys.path[:0] = [{tests!r}]
+sys.path[:0] = {tests!r}
 from test_shards import sample
 from training_data import fingerprint
 from sglang_dflash.train.shards import ShardWriter
@@ -75,7 +75,7 @@ writer.close()
 
 def test_kill_9_at_random_moments_loses_and_doubles_nothing(tmp_path: Path) -> None:
     folder, count = tmp_path / "data", 400
-    code = WRITE.format(tests=str(Path(__file__).parent), folder=str(folder), count=count)
+    code = WRITE.format(tests=TESTS, folder=str(folder), count=count)
     assert run_through_kills(code, kills=5, pauses=(0.0, 0.15), seed=0) >= 3
     data = Dataset(folder)
     assert sorted(s.id for s in data) == sorted(f"s{i}" for i in range(count))
@@ -198,7 +198,7 @@ def test_empty_and_foreign_folders(tmp_path: Path) -> None:
 
 FULL = """
 import resource, signal, sys
-sys.path[:0] = [{tests!r}]
+sys.path[:0] = {tests!r}
 from test_shards import sample
 from training_data import fingerprint
 from sglang_dflash.train.shards import ShardWriter
@@ -215,7 +215,7 @@ with ShardWriter({folder!r}, fingerprint(), shard_bytes=2000) as writer:
 @pytest.mark.parametrize("limit", [10, 500, 1500, 2500])
 def test_a_full_disk_stops_clearly_and_leaves_nothing_half_written(tmp_path: Path, limit: int) -> None:
     """A file-size limit stands for the full disk: writing fails in a shard, or (2500) in the manifest, at any byte."""
-    values = {"tests": str(Path(__file__).parent), "folder": str(tmp_path)}
+    values = {"tests": TESTS, "folder": str(tmp_path)}
     codes = [FULL.format(**values, limit=n) for n in (limit, -1)]
     done = [subprocess.run([sys.executable, "-c", c], capture_output=True, text=True, check=False) for c in codes]
     assert done[0].returncode == 1
@@ -228,7 +228,7 @@ def test_a_full_disk_stops_clearly_and_leaves_nothing_half_written(tmp_path: Pat
 
 
 def test_after_a_full_disk_only_whole_shards_are_there(tmp_path: Path) -> None:
-    values = {"tests": str(Path(__file__).parent), "folder": str(tmp_path), "limit": 10}
+    values = {"tests": TESTS, "folder": str(tmp_path), "limit": 10}
     subprocess.run([sys.executable, "-c", FULL.format(**values)], capture_output=True, check=False)
     assert not list(tmp_path.glob("*.part"))
     assert {p.name for p in tmp_path.glob("shard-*")} == {e["shard"] for e in shards.read_manifest(tmp_path)}

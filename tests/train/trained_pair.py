@@ -9,9 +9,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import random_pair
 import torch
 
-from sglang_dflash import demo_models
 from sglang_dflash.drafter import read_drafter_spec
 from sglang_dflash.train.evaluate import Captured, capture_answers
 from sglang_dflash.train.export import export
@@ -38,7 +38,7 @@ class Pair:
 
 def prompts(count: int = 16) -> list[Prompt]:
     """Bytes are tokens: the byte-level tokenizer's ids of ASCII text."""
-    ids = demo_models.byte_vocabulary()
+    ids = random_pair.byte_vocabulary()
     texts = [f"{_WORDS[i % 8]}:{_WORDS[(3 * i + 1) % 8]}:{i}" for i in range(count)]
     return [Prompt(f"p{i}", tuple(ids[c] for c in text)) for i, text in enumerate(texts)]
 
@@ -47,8 +47,8 @@ def recipe(**changes: object) -> Recipe:
     value = {
         "drafter": {
             "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 256,
-            "block_size": demo_models.BLOCK_SIZE,
-            "mask_token_id": demo_models.drafter_config()["dflash_config"]["mask_token_id"],
+            "block_size": random_pair.BLOCK_SIZE,
+            "mask_token_id": random_pair.drafter_config()["dflash_config"]["mask_token_id"],
         },
         "anchors": 32, "max_length": 112, "rows": 6, "epochs": 45, "lr": 4e-3, "dtype": "float32",
         "log_every": 1000, "save_every": 1000, "tree_budgets": [7], "tensorboard": False,
@@ -70,7 +70,7 @@ def write_data(folder: Path, texts: list[Captured], fingerprint: dict, *, shuffl
 
 def make_pair(work: Path) -> Pair:
     """One server start and some forty epochs."""
-    target, untrained = demo_models.write(work / "models")
+    target, untrained = random_pair.write(work / "models")
     asked = prompts()
     (work / "logs").mkdir()
     (work / "spool").mkdir()
@@ -88,7 +88,7 @@ def make_pair(work: Path) -> Pair:
 
 def write_prompts(file: Path) -> Path:
     """The same prompts as a prompt set."""
-    symbols = {i: symbol for symbol, i in demo_models.byte_vocabulary().items()}
+    symbols = {i: symbol for symbol, i in random_pair.byte_vocabulary().items()}
     lines = [{"id": p.id, "raw": True, "prompt": "".join(symbols[t] for t in p.token_ids)} for p in prompts()]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return file

@@ -8,14 +8,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import random_pair
 import torch
 from safetensors.torch import save_file
 
-from sglang_dflash import demo_models
 from sglang_dflash.provenance import hash_weights
 from sglang_dflash.train.recipe import Recipe, parse_recipe
 from sglang_dflash.train.shards import Sample, ShardWriter
 
+TESTS = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]  # where a test's own program finds its helpers
 HIDDEN, VOCAB, MASK_ID, LAYERS = 32, 64, 63, 8
 LAYER_IDS = [1, 3, 5]
 
@@ -39,7 +40,7 @@ def fingerprint(**changes: Any) -> dict[str, Any]:
 def write_target(folder: Path) -> Path:
     """config.json and the three tensors that training reads."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = demo_models.target_config() | {
+    config = random_pair.target_config() | {
         "hidden_size": HIDDEN, "vocab_size": VOCAB, "num_hidden_layers": LAYERS, "tie_word_embeddings": False,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))

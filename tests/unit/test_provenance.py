@@ -10,10 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import random_pair
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang_dflash import demo_models, provenance
+from sglang_dflash import provenance
 from sglang_dflash.config import SettingError
 from sglang_dflash.drafter_config import DrafterError
 from sglang_dflash.provenance import (
@@ -155,7 +156,7 @@ def test_a_damaged_file_is_one_line(drafter, caplog, monkeypatch, value, says) -
 
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
-    return demo_models.write(tmp_path)[0]
+    return random_pair.write(tmp_path)[0]
 
 
 def test_weights_hash_sees_every_tensor_and_no_file_boundary(target: Path) -> None:
@@ -187,7 +188,7 @@ def test_config_hash_sees_numbers_and_not_names(target: Path) -> None:
 
 def test_template_hash(target: Path, tmp_path: Path) -> None:
     before = hash_template(target)
-    (target / "chat_template.jinja").write_text(demo_models.CHAT_TEMPLATE)
+    (target / "chat_template.jinja").write_text(random_pair.CHAT_TEMPLATE)
     assert hash_template(target) == before  # moved into a file of its own
     (target / "chat_template.jinja").write_text("{{ other }}")
     other = hash_template(target)

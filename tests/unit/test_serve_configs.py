@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import random_pair
 import yaml
 from published_models import MODELS
 
-from sglang_dflash import demo_models
 from sglang_dflash.drafter import read_drafter_spec
 from sglang_dflash.drafter_tensors import expected_shapes
 
@@ -88,7 +88,7 @@ def gpu_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def resolved(gpu_models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """File name -> resolved fields, or {"error": ...}."""
     home = tmp_path_factory.mktemp("home")
-    demo_models.write(home / ".cache" / "tiny")
+    random_pair.write(home / ".cache" / "tiny")
     tiny = ROOT / "serve_configs" / "tiny-cpu.yaml"
     return run_probe("gpu", gpu_models, GPU_FILES, home) | run_probe("cpu", gpu_models, [tiny], home)
 
@@ -128,7 +128,7 @@ def test_every_batch_has_a_graph(file: Path, resolved: dict[str, Any]) -> None:
 @by_name
 def test_block_size_is_the_drafters(file: Path) -> None:
     written = yaml.safe_load(file.read_text())
-    drafter = MODELS.get(written["speculative-draft-model-path"]) or demo_models.drafter_config()
+    drafter = MODELS.get(written["speculative-draft-model-path"]) or random_pair.drafter_config()
     assert written["speculative-dflash-block-size"] == drafter["block_size"]
 
 

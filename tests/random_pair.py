@@ -1,6 +1,4 @@
-"""A tiny target and drafter with random weights, for the demo and for serve_configs/tiny-cpu.yaml.
-
-    python -m sglang_dflash.demo_models DIR        # writes DIR/target and DIR/drafter
+"""A tiny target and drafter with random weights, for tests that need any pair and no training.
 
 The target has the architecture of Qwen3.5/3.6 (gated delta net and full attention), the drafter that of
 DFlash (block size 8). Nothing is trained: the text is noise in printable ASCII, and the drafter agrees with
@@ -11,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -221,15 +218,3 @@ def write(directory: Path, seed: int = 0) -> tuple[Path, Path]:
         save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(target)
     return target, drafter
-
-
-def main() -> None:
-    """Command line: one argument, the directory to write to."""
-    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        sys.exit("usage: python -m sglang_dflash.demo_models DIRECTORY")
-    for path in write(Path(sys.argv[1])):
-        print(path)
-
-
-if __name__ == "__main__":
-    main()
